@@ -1,0 +1,41 @@
+"""Settings of the engine, resolved once and passed down."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.saves.spec import Durability
+
+Checksum = Literal["none", "sha256", "xxh3"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the engine is asked to do. None means "choose": the choice is logged at start."""
+
+    model: str
+    """A model folder."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; auto takes a GPU where there is one."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, `float16`; auto is the checkpoint's, but float32 on a CPU that doesn't multiply bfloat16 natively."""
+    max_model_len: int | None = None
+    """Positions that may be fed to the model for one request."""
+    block_size: int | None = None
+    """Tokens per KV block and per hidden-state page."""
+    kv_cache_tokens: int | None = None
+    kv_cache_memory: int | None = None
+    """Bytes; at most one of the two is given."""
+    state_cache_memory: int | None = None
+    """Bytes of host memory for hidden-state pages."""
+    prefix_cache: bool = True
+    max_batch_tokens: int | None = None
+    """Tokens computed in one step, over all requests."""
+    max_running: int = 256
+    max_queued: int = 1024
+    attention: str = "auto"
+    threads: int | None = None
+    """Compute threads on a CPU."""
+    writer_threads: int = 2
+    durability: Durability = "file"
+    checksum: Checksum = "none"
+    umask: int = 0o022

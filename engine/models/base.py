@@ -1,0 +1,79 @@
+"""The protocol between a model and the engine that runs it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.cache.spec import LayerKV
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the engine and the service need to know of a model."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    """Positions the checkpoint was made for."""
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: torch.dtype
+    """bfloat16 where the checkpoint names none."""
+
+
+class AttentionContext(Protocol):
+    """The paged cache of one batch, as a layer sees it."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: "AttentionOptions") -> torch.Tensor:
+        """Writes keys and values at the batch's slots and attends causally over each sequence's cache.
+
+        Shapes: query `[rows, heads, head_dim]`, key and value `[rows, kv_heads, head_dim]`; returns `[rows, heads, head_dim]`.
+        `rows` may be fewer than the batch's: the leading rows, whole sequences only.
+        """
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Constants of one layer's attention."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    """logits = cap * tanh(logits / cap), as in Gemma 2."""
+
+
+@dataclass
+class ForwardBatch:
+    """Packed tokens of one step. Sequences that need the most layers come first, so narrowing is a slice."""
+
+    token_ids: torch.Tensor  # [rows] int64, on the model's device
+    positions: torch.Tensor  # [rows] int64, on the model's device
+    rows_at_layer: Sequence[int]
+    """`rows_at_layer[k]`: how many leading rows run through decoder layer k (0-based); not increasing; one entry per layer."""
+    attention: AttentionContext
+    capture: Callable[[int, torch.Tensor], None]
+    """Called as `capture(k, hidden)` for k = 0 (embeddings, all rows) and after each decoder layer that ran
+    (k is the layer id; hidden is `[rows_at_layer[k - 1], width]`)."""
+
+
+class Model(Protocol):
+    """A causal language model over packed tokens. All tensors are of the model's dtype and on its device."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def kv_layers(self) -> list[LayerKV]:
+        """What each decoder layer keeps in the KV cache, in layer order."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Residual stream after the last layer, before the final norm: `[rows_at_layer[-1], width]` (no rows: an empty tensor)."""
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The state "norm": `[rows, width]` of un-normed last-layer rows."""
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """`[rows, vocab]` in float32 of normed rows."""
