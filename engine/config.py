@@ -39,3 +39,5 @@ class EngineConfig:
     durability: Durability = "file"
     checksum: Checksum = "none"
     umask: int = 0o022
+    poison: bool = False
+    """Fills blocks and pages whose contents are dead with NaN, so that a read of them can't go unnoticed (for tests)."""

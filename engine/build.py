@@ -1,0 +1,125 @@
+"""Puts an engine together from its settings: model, caches, writer, and what was resolved on the way."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.api import EngineInfo
+from engine.attention.select import select_backend
+from engine.cache.kv import KVCache, KVGroup
+from engine.cache.sink import DirectSink, RowSink, StagedSink
+from engine.cache.spec import group_layers
+from engine.cache.states import StateStore
+from engine.config import EngineConfig
+from engine.core import CoreParts
+from engine.device import dtype_name, resolve_device, resolve_dtype
+from engine.errors import ConfigError
+from engine.limits import RequestLimits, saved_rows
+from engine.models.base import Model
+from engine.models.loader import load_model, read_model_config
+from engine.prefix import PrefixFinder
+from engine.request import EngineRequest
+from engine.runner import ModelRunner
+from engine.saves.spec import SaveEvent
+from engine.saves.writer import SaveJob, SaveWriter
+from engine.scheduler import Scheduler
+from engine.sizing import kv_blocks, state_pages
+
+_BATCH_TOKENS_ON_CPU, _BATCH_TOKENS_ON_GPU = 512, 8192
+_STAGED_LAYERS = 8
+"""How many layers of a full step the staging buffer of a GPU holds."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Everything that lives as long as the engine."""
+
+    info: EngineInfo
+    core: CoreParts
+    writer: SaveWriter
+    threads: int
+
+    def begin_save(self, request: EngineRequest) -> SaveJob:
+        """The writer's job for the request's save, with as much as is known of its length."""
+        assert request.save is not None
+        lowest, highest = saved_rows(request)
+        fewest, most = (_num_kept(request, total) for total in (lowest, highest))
+        # The rows that each pair keeps grow or shrink steadily with the length, so equal ends mean a constant.
+        return self.writer.begin(request.save, num_rows=sum(most) if fewest == most else None, max_rows=highest)
+
+
+def _num_kept(request: EngineRequest, total: int) -> list[int]:
+    assert request.save is not None
+    return [high - low for low, high in request.save.rows.ranges(total)]
+
+
+def build_engine(
+    config: EngineConfig, on_save: Callable[[SaveEvent], None], progress: Callable[[int, int], None] | None = None
+) -> EngineParts:
+    """Loads the model and sizes the caches. Raises `ConfigError` for what can't work."""
+    folder = Path(config.model)
+    described = read_model_config(folder)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, described.checkpoint_dtype, device)
+    max_model_len = _max_model_len(config, described.max_model_len)
+    attention = select_backend(config.attention, device)
+    block_size = config.block_size or attention.default_block_size
+    attention.check_block_size(block_size)
+    threads = config.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    model = load_model(folder, device=device, dtype=dtype, max_model_len=max_model_len, progress=progress)
+    kv = _kv_cache(model, config, block_size, max_model_len)
+    width = described.hidden_size
+    num_pages = state_pages(config, block_size, width, dtype)
+    states = StateStore(num_pages, block_size, width, dtype, pinned=device.type == "cuda", poison=config.poison)
+    batch_tokens = config.max_batch_tokens or (_BATCH_TOKENS_ON_GPU if device.type == "cuda" else _BATCH_TOKENS_ON_CPU)
+    sink = _sink(states, batch_tokens, device)
+    prefixes = PrefixFinder(kv, block_size, enabled=config.prefix_cache)
+    limits = RequestLimits(described.num_layers, described.vocab_size, max_model_len, kv, block_size, num_pages - 1, sink.capacity)
+    scheduler = Scheduler(kv, prefixes, max_batch_tokens=batch_tokens, max_running=config.max_running, max_capture_rows=sink.capacity)
+    info = EngineInfo(
+        model=described,
+        device=str(device),
+        dtype=dtype_name(dtype),
+        max_model_len=max_model_len,
+        block_size=block_size,
+        attention=attention.name,
+        max_batch_tokens=batch_tokens,
+        kv_cache_tokens=min(group.pool.total * group.spec.block_size for group in kv.groups),
+        state_cache_rows=(num_pages - 1) * block_size,
+    )
+    writer = SaveWriter(
+        states.pages,
+        on_save,
+        threads=config.writer_threads,
+        durability=config.durability,
+        checksum=config.checksum,
+        umask=config.umask,
+    )
+    eos = frozenset(described.eos_token_ids)
+    runner = ModelRunner(model, kv, sink, attention)
+    core = CoreParts(kv, states, scheduler, prefixes, runner, limits, eos, device, config.prefix_cache)
+    return EngineParts(info, core, writer, threads)
+
+
+def _max_model_len(config: EngineConfig, checkpoint: int) -> int:
+    if config.max_model_len is None:
+        return checkpoint
+    if config.max_model_len > checkpoint:
+        raise ConfigError(f"--max-model-len {config.max_model_len} is above what the model was made for, {checkpoint}")
+    return config.max_model_len
+
+
+def _kv_cache(model: Model, config: EngineConfig, block_size: int, max_model_len: int) -> KVCache:
+    specs = group_layers(model.kv_layers(), block_size, model.dtype)
+    counts = kv_blocks(specs, config, max_model_len, model.device)
+    return KVCache([KVGroup(spec, count, model.device, poison=config.poison) for spec, count in zip(specs, counts, strict=True)])
+
+
+def _sink(states: StateStore, batch_tokens: int, device: torch.device) -> RowSink:
+    if device.type == "cpu":
+        return DirectSink(states.rows)
+    return StagedSink(states.rows, batch_tokens * _STAGED_LAYERS, device)

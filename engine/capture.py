@@ -1,0 +1,288 @@
+"""The rows of one request on their way to its file: which are wanted, in which pages they lie, when the writer gets them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from engine.cache.chain import HashChain
+from engine.cache.states import StateStore
+from engine.errors import SaveError
+from engine.saves.spec import Range, SaveSpec
+from engine.saves.writer import RowChunk, SaveEnd
+
+Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
+Slots = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+
+class Job(Protocol):
+    """What capture needs of `SaveJob`."""
+
+    @property
+    def failed(self) -> bool: ...
+    def start(self) -> None: ...
+    def append(self, chunk: RowChunk) -> None: ...
+    def finish(self, end: SaveEnd) -> None: ...
+    def cancel(self, error: SaveError) -> None: ...
+
+
+@dataclass
+class BlockPages:
+    """The pages of one block of positions, one per layer."""
+
+    pages: tuple[int, ...]
+    num_filled: int = 0
+    shared: bool = False
+    """Found in, or offered to, the prefix cache: complete, and not written again."""
+
+
+class RowCapture:
+    """Positions only move up: `handed_end <= captured_end`, and both survive a preemption.
+
+    Rows below `captured_end` are in pages, handed on or not kept: a request that starts again doesn't capture them twice. Rows below
+    `handed_end` belong to the writer. `total` is the number of rows of the sequence where that is known beforehand.
+    """
+
+    def __init__(
+        self,
+        spec: SaveSpec,
+        job: Job,
+        store: StateStore,
+        chain: HashChain | None,
+        *,
+        total: int | None,
+        max_total: int,
+        release: Callable[[Sequence[int]], None],
+    ) -> None:
+        """`chain` names the blocks for the prefix cache (None: it is off); `release` takes pages back, from any thread."""
+        self.spec = spec
+        self.job = job
+        self.total = total
+        self.captured_end = 0
+        self.handed_end = 0
+        self.reservation = pages_reserved(spec, store.page_size, total, max_total)
+        self._store = store
+        self._chain = chain
+        self._release = release
+        self._blocks: dict[int, BlockPages] = {}
+        self._ranges: list[Range] = []
+        self._started = False
+
+    @property
+    def num_held(self) -> int:
+        return len(self._blocks) * len(self.spec.layers)
+
+    @property
+    def kept_end(self) -> int | None:
+        """The end of the last kept row, where known beforehand."""
+        if self.total is None:
+            return None
+        ranges = self.spec.rows.ranges(self.total)
+        return ranges[-1][1] if ranges else 0
+
+    def can_start(self) -> bool:
+        """Whether there are pages for one block of every layer, and for what must be promised."""
+        need = max(len(self.spec.layers), self.reservation - self.num_held)
+        return self._store.headroom(self) >= need
+
+    def start(self) -> None:
+        """The sequence runs (again): what was promised is taken out of the others' reach."""
+        if not self._started:
+            self._started = True
+            self.job.start()
+        if self.reservation:
+            self._store.reserve(self)
+
+    # Before a step
+
+    def reserve(self, start: int, end: int, at_least: int) -> int:
+        """Gets pages for what is wanted of positions `start … end - 1`; returns how far they reach (`start`: not at all).
+
+        `at_least`: rows that the sequence is sure to have.
+        """
+        wanted = self._wanted(start, end, at_least)
+        size = self._store.page_size
+        for low, high in wanted:
+            for block in range(low // size, -(-high // size)):
+                if block not in self._blocks and not self._add_block(block):
+                    end = max(low, block * size)
+                    self._ranges = _intersect(wanted, start, end)
+                    return end
+        self._ranges = wanted
+        return end
+
+    def limit_rows(self, end: int, max_rows: int) -> int:
+        """The chunk's end, moved down so that the rows to be captured, times layers, are at most `max_rows`."""
+        room = max_rows // len(self.spec.layers)
+        for low, high in self._ranges:
+            if high - low > room:
+                end = low + room
+                break
+            room -= high - low
+        self.clip(end)
+        return end
+
+    def clip(self, end: int) -> None:
+        """The chunk ends at `end` after all; 0 gives the whole plan up."""
+        self._ranges = _intersect(self._ranges, 0, end)
+
+    @property
+    def num_rows_planned(self) -> int:
+        """Rows times layers that the planned chunk captures."""
+        return sum(high - low for low, high in self._ranges) * len(self.spec.layers)
+
+    def planned(self) -> tuple[Positions, Slots] | None:
+        """Positions `[n]` of the rows to capture in this step and their slots `[layers, n]` in the store; None: no rows."""
+        if not self._ranges:
+            return None
+        positions = np.concatenate([np.arange(low, high) for low, high in self._ranges])
+        size = self._store.page_size
+        blocks, inverse = np.unique(positions // size, return_inverse=True)
+        pages = np.array([self._blocks[block].pages for block in blocks.tolist()], dtype=np.int64).T  # [layers, blocks]
+        return positions, pages[:, inverse] * size + positions % size
+
+    # After a step
+
+    def commit(self, end: int) -> None:
+        """The rows planned up to `end` stand in their pages: complete blocks are offered to the prefix cache."""
+        size = self._store.page_size
+        for low, high in self._ranges:
+            for block in range(low // size, -(-high // size)):
+                self._blocks[block].num_filled += min(high, (block + 1) * size) - max(low, block * size)
+                self._share(block)
+        self._ranges = []
+        self.captured_end = max(self.captured_end, end)
+
+    def hand_over(self, at_least: int, *, everything: bool = False) -> None:
+        """Gives the writer the rows whose place in the file is certain: whole blocks, or `everything` that is certain."""
+        if self.total is None:
+            horizon, kept = self.spec.rows.settled(at_least)
+        else:
+            horizon, kept = self.captured_end, self.spec.rows.ranges(self.total)
+        horizon = min(horizon, self.captured_end)
+        if not everything and horizon != self.total:
+            horizon -= horizon % self._store.page_size
+        self._hand(kept, horizon)
+
+    def finish(self, token_ids: Sequence[int], total: int, num_prompt_tokens: int) -> None:
+        """All kept rows of `total` have been captured: the rest goes to the writer, which publishes the file."""
+        kept = self.spec.rows.ranges(total)
+        assert not kept or self.captured_end >= kept[-1][1], "a row that was not computed can't be saved"
+        self._hand(kept, total)
+        everything = kept == [(0, total)]
+        positions = None if everything else [position for low, high in kept for position in range(low, high)]
+        kept_ids = token_ids[:total] if positions is None else [token_ids[position] for position in positions]
+        self.job.finish(SaveEnd(kept_ids, positions, total, num_prompt_tokens))
+        self._close()
+
+    def cancel(self, error: SaveError) -> None:
+        self._close()
+        self.job.cancel(error)
+
+    def _close(self) -> None:
+        self._drop()
+        self._store.unreserve(self)
+
+    # Prefix hits
+
+    def hit_limit(self, limit: int, at_least: int) -> int:
+        """How far a run from cached pages could reach: the first block with a wanted row whose pages aren't all there, or `limit`."""
+        size, headroom = self._store.page_size, self._store.headroom(self)
+        for low, high in self._wanted(0, limit, at_least):
+            for block in range(low // size, -(-high // size)):
+                pages = self._cached(block)
+                if pages is None:
+                    return block * size
+                headroom -= sum(not self._store.pool.is_referenced(page) for page in pages)
+                if headroom < 0:
+                    return block * size
+        return limit
+
+    def adopt(self, end: int, at_least: int) -> int:
+        """Takes the wanted rows below `end` from cached pages (`hit_limit` said they are there); returns rows times layers."""
+        size, taken = self._store.page_size, 0
+        for low, high in self._wanted(0, end, at_least):
+            for block in range(low // size, -(-high // size)):
+                pages = self._cached(block)
+                assert pages is not None
+                for page in pages:
+                    self._store.pool.retain(page)
+                self._remove_block(block)
+                self._blocks[block] = BlockPages(pages, size, shared=True)
+            taken += (high - low) * len(self.spec.layers)
+        self._blocks = dict(sorted(self._blocks.items()))
+        self.captured_end = max(self.captured_end, end)
+        return taken
+
+    def _wanted(self, start: int, end: int, at_least: int) -> list[Range]:
+        """Ranges of `start … end - 1` that haven't been captured and that may turn out to be kept."""
+        if self.total is None:
+            horizon, ranges = self.spec.rows.settled(at_least)
+            if horizon < end:
+                ranges = [*ranges, (horizon, end)]
+        else:
+            ranges = self.spec.rows.ranges(self.total)
+        return _intersect(ranges, max(start, self.captured_end), end)
+
+    def _cached(self, block: int) -> tuple[int, ...] | None:
+        if self._chain is None or block >= self._chain.num_full_blocks:
+            return None
+        return self._store.lookup(self._chain.link(block), self.spec.layers)
+
+    def _share(self, block: int) -> None:
+        held = self._blocks[block]
+        complete = held.num_filled == self._store.page_size
+        if complete and not held.shared and self._chain is not None:
+            self._store.register(self._chain.link(block), self.spec.layers, held.pages)
+            held.shared = True
+
+    def _add_block(self, block: int) -> bool:
+        pages = self._store.allocate(self, len(self.spec.layers))
+        if pages is None:
+            return False
+        self._blocks[block] = BlockPages(pages)
+        return True
+
+    def _hand(self, kept: Sequence[Range], horizon: int) -> None:
+        for low, high in _intersect(kept, self.handed_end, horizon):
+            self._append(low, high)
+        self.handed_end = max(self.handed_end, horizon)
+        size = self._store.page_size
+        for block in [block for block in self._blocks if (block + 1) * size <= self.handed_end]:
+            self._remove_block(block)
+        if self.handed_end == self.captured_end:
+            self._drop()
+
+    def _append(self, low: int, high: int) -> None:
+        size = self._store.page_size
+        held = [self._blocks[block].pages for block in range(low // size, -(-high // size))]
+        pages = [page for pages in held for page in pages]
+        for page in pages:
+            self._store.pool.retain(page)
+        self.job.append(RowChunk(low, high - low, tuple(zip(*held, strict=True)), lambda: self._release(pages)))
+
+    def _remove_block(self, block: int) -> None:
+        held = self._blocks.pop(block, None)
+        for page in held.pages if held else ():
+            self._store.pool.release(page)
+
+    def _drop(self) -> None:
+        for block in list(self._blocks):
+            self._remove_block(block)
+
+
+def pages_reserved(spec: SaveSpec, page_size: int, total: int | None, max_total: int) -> int:
+    """Pages that must be promised at admission: the ring of rows that can't be settled before the end.
+
+    Rows go to the writer by whole blocks, so the ring spans the window, the block that its beginning lies in and the growing one.
+    """
+    if total is not None or spec.rows.lookback == 0:
+        return 0
+    blocks = min(-(-spec.rows.lookback // page_size) + 2, -(-max_total // page_size))
+    return blocks * len(spec.layers)
+
+
+def _intersect(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
+    clipped = [(max(low, start), min(high, end)) for low, high in ranges]
+    return [(low, high) for low, high in clipped if low < high]

@@ -1,0 +1,260 @@
+"""What the engine thread does: takes requests in, runs steps, hands results out. Knows nothing of threads or queues."""
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import Batch, build_batch
+from engine.cache.chain import HashChain
+from engine.cache.kv import KVCache
+from engine.cache.states import StateStore
+from engine.capture import Job, RowCapture
+from engine.errors import EngineError, RequestAborted, SaveError, StepFailed
+from engine.layers import depth_of
+from engine.limits import RequestLimits, saved_rows
+from engine.prefix import PrefixFinder
+from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.runner import ModelRunner, StepResult
+from engine.sampler import SampledToken
+from engine.scheduler import Chunk, Scheduler
+from engine.sequence import Sequence
+from engine.stats import EngineListener
+
+_FAILED_STEPS_IN_A_ROW = 3
+"""After so many the engine is taken to be broken."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CoreParts:
+    """What a core works with; made at start and never replaced."""
+
+    kv: KVCache
+    states: StateStore
+    scheduler: Scheduler
+    prefixes: PrefixFinder
+    runner: ModelRunner
+    limits: RequestLimits
+    eos_token_ids: frozenset[int]
+    device: torch.device
+    prefix_cache: bool
+
+
+class EngineCore:
+    """All methods belong to one thread. `release` may be called by writers from theirs: it must bring pages back to `release_pages`."""
+
+    def __init__(self, parts: CoreParts, listener: EngineListener, release: Callable[[List[int]], None]) -> None:
+        self.scheduler = parts.scheduler
+        self.num_computed_tokens = 0
+        self._parts = parts
+        self._listener = listener
+        self._release = release
+        self._sequences: dict[str, Sequence] = {}
+        self._writing: dict[str, Job] = {}
+        """Jobs of requests whose text is done, by request id."""
+        self._arrivals = 0
+        self._failed_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, request: EngineRequest, job: Job | None) -> None:
+        """Queues a request that `RequestLimits` has let through."""
+        self._arrivals += 1
+        sequence = self._new_sequence(request, job)
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request now; its save too, where only that is left."""
+        reason = SaveError("cancelled", "the request was aborted")
+        if request_id in self._writing:
+            self._writing.pop(request_id).cancel(reason)
+        elif request_id in self._sequences:
+            outputs = self._drop([self._sequences[request_id]], "abort", RequestAborted("the request was aborted"), reason)
+            self._listener.on_step(outputs, 0, 0.0)
+
+    def fail_all(self, error: EngineError) -> None:
+        """Answers every request with the error and fails what is being written."""
+        reason = SaveError("engine_error", str(error))
+        outputs = self._drop(list(self._sequences.values()), "error", error, reason)
+        for request_id in list(self._writing):
+            self._writing.pop(request_id).cancel(reason)
+        self._listener.on_step(outputs, 0, 0.0)
+
+    def release_pages(self, pages: List[int]) -> None:
+        for page in pages:
+            self._parts.states.pool.release(page)
+
+    def save_ended(self, request_id: str) -> None:
+        self._writing.pop(request_id, None)
+
+    def step(self) -> bool:
+        """Computes one batch. False: nothing could be computed now, since everything waits for pages.
+
+        Raises `StepFailed` once steps keep failing.
+        """
+        started = time.perf_counter()
+        outputs = self._end_failed_saves()
+        chunks, ready = self.scheduler.schedule()
+        for sequence in ready:
+            outputs += self._advance(sequence)
+        if chunks:
+            outputs += self._run(chunks)
+        if outputs or chunks:
+            num_tokens = sum(chunk.count for chunk in chunks)
+            self._listener.on_step(outputs, num_tokens, time.perf_counter() - started)
+        return bool(chunks or ready)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where blocks or pages are held by nobody known."""
+        self._parts.kv.check_integrity()
+        self._parts.states.pool.check_integrity()
+        if not self._sequences:
+            assert self._parts.kv.stats().referenced == 0, "KV blocks are held although no request is left"
+
+    def _new_sequence(self, request: EngineRequest, job: Job | None) -> Sequence:
+        parts, save, seed = self._parts, request.save, request.sampling.seed
+        num_layers = parts.limits.num_layers
+        token_ids = list(request.prompt_token_ids)
+        sizes = {group.spec.block_size for group in parts.kv.groups} | {parts.states.page_size}
+        chains = {size: HashChain(token_ids, size, request.cache_salt) for size in sizes}
+        shallow = save is not None and not request.sampling.max_tokens and request.sampling.prompt_logprobs is None
+        depth = depth_of(save.layers, num_layers) if save is not None and shallow else num_layers
+        capture = None
+        if save is not None:
+            assert job is not None
+            lowest, highest = saved_rows(request)
+            capture = RowCapture(
+                save,
+                job,
+                parts.states,
+                chains[parts.states.page_size] if parts.prefix_cache else None,
+                total=highest if lowest == highest else None,
+                max_total=highest,
+                release=self._release,
+            )
+        return Sequence(
+            request,
+            self._arrivals,
+            num_layers,
+            token_ids,
+            chains,
+            parts.kv.new_tables(depth),
+            capture,
+            None if seed is None else torch.Generator(parts.device).manual_seed(seed),
+            prompt_logprobs=[] if request.sampling.prompt_logprobs is None else [None],
+        )
+
+    def _run(self, chunks: List[Chunk]) -> list[RequestOutput]:
+        batch = build_batch(chunks, self._parts.limits.num_layers)
+        try:
+            result = self._parts.runner.execute(batch)
+        except Exception as error:
+            return self._step_failed(chunks, error)
+        self._failed_steps = 0
+        self.num_computed_tokens += batch.num_tokens
+        return self._update(batch, result)
+
+    def _step_failed(self, chunks: List[Chunk], error: Exception) -> list[RequestOutput]:
+        self._failed_steps += 1
+        _log.exception("a step over %d requests failed", len(chunks))
+        failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
+        reason = SaveError("engine_error", str(failure))
+        outputs = self._drop([chunk.sequence for chunk in chunks], "error", failure, reason)
+        if self._failed_steps >= _FAILED_STEPS_IN_A_ROW:
+            self._listener.on_step(outputs, 0, 0.0)
+            raise StepFailed(f"{self._failed_steps} steps in a row have failed") from error
+        return outputs
+
+    def _update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
+        for chunk in batch.chunks:
+            self._computed(chunk)
+        for sequence, scored in result.prompt_logprobs:
+            sequence.prompt_logprobs.extend(scored)
+        outputs = []
+        for chunk, token in zip(batch.sampled, result.tokens, strict=True):
+            outputs += self._sampled(chunk.sequence, token)
+        for chunk in batch.chunks:
+            if chunk.sequence.request.request_id in self._sequences:
+                outputs += self._advance(chunk.sequence)
+        return outputs
+
+    def _computed(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        sequence.num_computed = chunk.end
+        self._parts.prefixes.register(sequence)
+        if sequence.capture is not None:
+            sequence.capture.commit(chunk.end)
+            sequence.capture.hand_over(chunk.end)
+
+    def _sampled(self, sequence: Sequence, token: SampledToken | EngineError) -> list[RequestOutput]:
+        if isinstance(token, EngineError):
+            return self._drop([sequence], "error", token, SaveError("engine_error", str(token)))
+        first = not sequence.num_output_tokens
+        sequence.token_ids.append(token.token_id)
+        reason, stop_token_id = self._stop_reason(sequence, token.token_id)
+        if reason is not None:
+            sequence.generating = False
+            sequence.finish_reason = reason
+        output = RequestOutput(
+            sequence.request.request_id,
+            (token.token_id,),
+            None if token.logprobs is None else (token.logprobs,),
+            sequence.prompt_logprobs if first and sequence.wants_prompt_logprobs else None,
+            reason,
+            stop_token_id,
+            sequence.num_cached,
+        )
+        return [output]
+
+    def _stop_reason(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        params, checker = sequence.request.sampling, sequence.request.stop_checker
+        completes = checker is not None and checker.completes_stop(token_id)
+        if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._parts.eos_token_ids):
+            return "stop", token_id
+        if completes:
+            return "stop", None
+        return ("length", None) if sequence.num_output_tokens >= params.max_tokens else (None, None)
+
+    def _advance(self, sequence: Sequence) -> list[RequestOutput]:
+        """Ends a sequence that has nothing left to compute; its file is the writer's from then on."""
+        if not sequence.done:
+            return []
+        request_id, capture = sequence.request.request_id, sequence.capture
+        del self._sequences[request_id]
+        self.scheduler.remove(sequence)
+        if capture is not None:
+            self._writing[request_id] = capture.job
+            capture.finish(sequence.token_ids, sequence.num_saved_rows, sequence.num_prompt_tokens)
+        if sequence.finish_reason is not None:
+            return []
+        scores = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else None
+        return [RequestOutput(request_id, prompt_logprobs=scores, finish_reason="length", num_cached_tokens=sequence.num_cached)]
+
+    def _end_failed_saves(self) -> list[RequestOutput]:
+        """A request whose file can't be written isn't worth computing."""
+        broken = [s for s in self._sequences.values() if s.capture is not None and s.capture.job.failed]
+        failure = SaveError("io_error", "the save failed")
+        return self._drop(broken, "error", failure, failure)
+
+    def _drop(
+        self, sequences: List[Sequence], reason: FinishReason, error: EngineError, save_error: SaveError
+    ) -> list[RequestOutput]:
+        """Takes sequences out before they are done. Those whose text was done already hear of it through their save."""
+        for sequence in sequences:
+            del self._sequences[sequence.request.request_id]
+            self.scheduler.remove(sequence)
+            if sequence.capture is not None:
+                sequence.capture.cancel(save_error)
+        return [
+            RequestOutput(sequence.request.request_id, finish_reason=reason, error=error, num_cached_tokens=sequence.num_cached)
+            for sequence in sequences
+            if sequence.finish_reason is None
+        ]

@@ -1,0 +1,219 @@
+"""The engine as its users see it: loads a model, runs the core on a thread of its own, stops it again."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from engine.api import EngineInfo, EngineState
+from engine.build import EngineParts, build_engine
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import EngineError, EngineUnavailable, QueueFull
+from engine.request import EngineRequest, RequestOutput
+from engine.saves.spec import SaveEvent
+from engine.saves.writer import SaveJob
+from engine.stats import EngineListener, EngineStats
+
+_IDLE_SECONDS = 1.0
+"""How long the engine thread sleeps before it looks around by itself."""
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Implements `engine.api.EngineAPI`. `start` loads and must have returned before anything else is called."""
+
+    info: EngineInfo
+
+    def __init__(self, config: EngineConfig, listener: EngineListener) -> None:
+        self._config = config
+        self._listener = listener
+        self._state: EngineState = "starting"
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open: set[tuple[str, str]] = set()
+        """Requests and saves that were taken over and haven't ended."""
+        self._saves: dict[str, tuple[str, SaveJob]] = {}
+        """Request id and job of every open save, by save id."""
+        self._num_arriving = 0
+        self._parts: EngineParts
+        self._core: EngineCore
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    def start(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Loads the model and starts the threads; blocks until the engine is ready. Raises `ConfigError`.
+
+        `progress(done, total)` hears of the bytes of the checkpoint read so far.
+        """
+        self._parts = build_engine(self._config, self.on_save, progress)
+        self.info = self._parts.info
+        self._core = EngineCore(self._parts.core, self, self._release_later)
+        self._state = "running"
+        self._thread.start()
+
+    def submit(self, request: EngineRequest) -> None:
+        self._parts.core.limits.check(request)
+        with self._changed:
+            if self._state != "running":
+                raise EngineUnavailable(f"the engine is {self._state}")
+            if len(self._core.scheduler.waiting) + self._num_arriving >= self._config.max_queued:
+                raise QueueFull(f"{self._config.max_queued} requests are waiting already")
+            if ("request", request.request_id) in self._open:
+                raise EngineError(f"request id {request.request_id} is in use")
+            self._open.add(("request", request.request_id))
+            job = self._begin_save(request)
+            self._num_arriving += 1
+            self._commands.put(lambda: self._add(request, job))
+
+    def abort(self, request_id: str) -> None:
+        self._commands.put(lambda: self._core.abort(request_id))
+
+    def save_bytes_written(self, save_id: str) -> int:
+        request_id_and_job = self._saves.get(save_id)
+        return 0 if request_id_and_job is None else request_id_and_job[1].bytes_written
+
+    def stats(self) -> EngineStats:
+        parts, scheduler = self._parts, self._core.scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + self._num_arriving,
+            kv_blocks=parts.core.kv.stats(),
+            state_pages=parts.core.states.pool.stats(),
+            computed_tokens_total=self._core.num_computed_tokens,
+            prefix_query_tokens_total=parts.core.prefixes.query_tokens_total,
+            prefix_hit_tokens_total=parts.core.prefixes.hit_tokens_total,
+            state_hit_rows_total=parts.core.prefixes.state_hit_rows_total,
+            preemptions_total=scheduler.num_preemptions,
+            writer_queue_depth=parts.writer.queue_depth,
+            bytes_written_total=parts.writer.bytes_written_total,
+            write_seconds_total=parts.writer.write_seconds_total,
+        )
+
+    def drain(self) -> None:
+        with self._changed:
+            if self._state == "running":
+                self._state = "draining"
+
+    def wait_idle(self, timeout_seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout_seconds)
+
+    def stop(self) -> None:
+        """Aborts what is left and ends the threads. Idempotent."""
+        with self._changed:
+            was, self._state = self._state, "dead" if self._state == "dead" else "stopped"
+        if was == "starting":
+            return
+        self._commands.put(lambda: None)
+        self._thread.join()
+        self._parts.writer.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the pools' books don't agree; for tests, with the engine idle."""
+        done = threading.Event()
+        failure: list[AssertionError] = []
+
+        def check() -> None:
+            try:
+                self._core.check_integrity()
+            except AssertionError as error:
+                failure.append(error)
+            done.set()
+
+        self._commands.put(check)
+        done.wait()
+        if failure:
+            raise failure[0]
+
+    # The engine hears the core and the writers first, so that it knows what is open.
+
+    def on_step(self, outputs: Sequence[RequestOutput], num_tokens: int, seconds: float) -> None:
+        self._listener.on_step(outputs, num_tokens, seconds)
+        self._close(("request", output.request_id) for output in outputs if output.finish_reason is not None)
+
+    def on_save(self, event: SaveEvent) -> None:
+        self._listener.on_save(event)
+        if event.status not in ("running", "writing"):
+            self._save_ended(event.save_id)
+
+    def on_dead(self, error: BaseException) -> None:
+        self._listener.on_dead(error)
+
+    def _release_later(self, pages: Sequence[int]) -> None:
+        self._commands.put(lambda: self._core.release_pages(pages))
+
+    def _begin_save(self, request: EngineRequest) -> SaveJob | None:
+        if request.save is None:
+            return None
+        job = self._parts.begin_save(request)
+        self._saves[request.save.save_id] = (request.request_id, job)
+        self._open.add(("save", request.save.save_id))
+        return job
+
+    def _add(self, request: EngineRequest, job: SaveJob | None) -> None:
+        self._num_arriving -= 1
+        self._core.add(request, job)
+
+    def _save_ended(self, save_id: str) -> None:
+        request_id, _ = self._saves.pop(save_id)
+        self._commands.put(lambda: self._core.save_ended(request_id))
+        self._close([("save", save_id)])
+
+    def _close(self, ended: Iterable[tuple[str, str]]) -> None:
+        with self._changed:
+            self._open.difference_update(ended)
+            self._changed.notify_all()
+
+    # The engine thread.
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._parts.threads)
+        try:
+            with torch.inference_mode():
+                self._loop()
+        except BaseException as error:
+            self._die(error)
+        else:
+            self._drain_commands()
+            self._core.fail_all(EngineUnavailable("the engine has stopped"))
+
+    def _loop(self) -> None:
+        progress = True
+        while self._state in ("running", "draining"):
+            # Without work, or with everything waiting for pages, the next command is what changes that.
+            self._run_commands(wait=not (self._core.has_work and progress))
+            progress = self._core.step() if self._core.has_work else True
+
+    def _run_commands(self, *, wait: bool) -> None:
+        try:
+            if wait:
+                self._commands.get(timeout=_IDLE_SECONDS)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            if wait and not self._core.has_work:
+                self._core.check_integrity()
+
+    def _die(self, error: BaseException) -> None:
+        _log.critical("the engine is dead", exc_info=error)
+        with self._changed:
+            self._state = "dead"
+        failure = EngineUnavailable(f"the engine is dead: {type(error).__name__}")
+        self._drain_commands()
+        self._core.fail_all(failure)
+        self._listener.on_dead(error)
+
+    def _drain_commands(self) -> None:
+        """Requests that were on their way when the engine died are answered like the others."""
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return

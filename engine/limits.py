@@ -1,0 +1,77 @@
+"""What a request may ask for, checked before anything is taken over for it."""
+
+from dataclasses import dataclass
+
+from engine.cache.kv import KVCache
+from engine.capture import pages_reserved
+from engine.errors import InvalidRequest
+from engine.layers import depth_of
+from engine.request import EngineRequest
+from engine.saves.spec import SaveSpec
+
+
+def saved_rows(request: EngineRequest) -> tuple[int, int]:
+    """The least and the most rows that the request's save selects from: they are equal where nothing is generated or kept of it."""
+    prompt, most = len(request.prompt_token_ids), request.sampling.max_tokens
+    save = request.save
+    if save is None or not most or not (save.include_output_tokens or save.include_last_token):
+        return prompt, prompt
+    last = int(save.include_last_token)
+    return prompt + last, prompt + most - 1 + last
+
+
+def num_fed(request: EngineRequest) -> int:
+    """Positions that are fed to the model at most (contract section 2)."""
+    last = request.save is not None and request.save.include_last_token and request.sampling.max_tokens > 0
+    return len(request.prompt_token_ids) + max(0, request.sampling.max_tokens - 1) + last
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Bounds that were fixed at start. A request that could never run is refused, whatever else is running."""
+
+    num_layers: int
+    vocab_size: int
+    max_model_len: int
+    kv: KVCache
+    page_size: int
+    num_pages: int
+    max_capture_rows: int | None
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises `InvalidRequest`."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if not prompt:
+            raise InvalidRequest("prompt must not be empty", "prompt")
+        if max(prompt) >= self.vocab_size or min(prompt) < 0:
+            raise InvalidRequest(f"prompt holds a token id outside 0 to {self.vocab_size - 1}", "prompt")
+        if sampling.max_tokens < 0:
+            raise InvalidRequest("max_tokens must be at least 0", "max_tokens")
+        fed = num_fed(request)
+        if fed > self.max_model_len:
+            raise InvalidRequest(
+                f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} need {fed} positions, "
+                f"the context holds {self.max_model_len}",
+                "max_tokens",
+            )
+        if request.save is not None:
+            self._check_save(request, request.save)
+        depth = self.num_layers if request.save is None else depth_of(request.save.layers, self.num_layers)
+        if not self.kv.fits(self.num_layers if sampling.max_tokens else depth, fed):
+            raise InvalidRequest(f"{fed} positions don't fit the KV cache", "max_tokens")
+
+    def _check_save(self, request: EngineRequest, save: SaveSpec) -> None:
+        lowest, highest = saved_rows(request)
+        save.rows.validate(highest if lowest == highest else None, "positions")
+        num_layers = len(save.layers)
+        if num_layers > self.num_pages:
+            raise InvalidRequest(f"layers holds {num_layers} ids, the hidden-state cache has room for {self.num_pages}", "layers")
+        reserved = pages_reserved(save, self.page_size, highest if lowest == highest else None, highest)
+        if reserved > self.num_pages:
+            raise InvalidRequest(
+                f"positions counts {save.rows.lookback} rows from the end, which needs {reserved} pages of hidden states; "
+                f"there are {self.num_pages}",
+                "positions",
+            )
+        if self.max_capture_rows is not None and num_layers > self.max_capture_rows:
+            raise InvalidRequest(f"layers holds {num_layers} ids, at most {self.max_capture_rows} can be captured", "layers")

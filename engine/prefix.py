@@ -1,0 +1,57 @@
+"""Where a sequence can start from what the caches hold: KV of sufficient depth, and all the pages it wants to save."""
+
+from engine.cache.kv import KVCache
+from engine.sequence import Sequence
+
+
+class PrefixFinder:
+    """A usable hit is the longest prefix with KV in every group and, for rows still to be saved, the pages of every layer wanted."""
+
+    def __init__(self, kv: KVCache, page_size: int, *, enabled: bool) -> None:
+        self.query_tokens_total = 0
+        self.hit_tokens_total = 0
+        self.state_hit_rows_total = 0
+        self._kv = kv
+        self._page_size = page_size
+        self._enabled = enabled
+
+    def answer_from_pages(self, sequence: Sequence) -> bool:
+        """Whether nothing need be computed, since all rows wanted lie in cached pages. Takes them."""
+        capture, target = sequence.capture, sequence.target
+        if capture is None or sequence.prefix_limit < target or sequence.generating:
+            return False
+        if capture.hit_limit(target, len(sequence.token_ids)) < target:
+            return False
+        self.start_at(sequence, target)
+        return True
+
+    def find(self, sequence: Sequence) -> int:
+        """The length of the prefix that need not be computed; nothing is taken."""
+        limit = sequence.prefix_limit if self._enabled else 0
+        border = 1
+        if sequence.capture is not None:
+            limit = sequence.capture.hit_limit(limit, len(sequence.token_ids))
+            border = self._page_size
+        lengths = self._kv.hit_lengths(sequence.chains, sequence.tables.depth, limit)
+        return next(length for length in lengths if length % border == 0)
+
+    def start_at(self, sequence: Sequence, length: int) -> None:
+        """Computation starts behind the first `length` tokens, whose blocks the sequence has."""
+        self._count(sequence, length)
+        if sequence.capture is not None:
+            sequence.capture.start()
+            self.state_hit_rows_total += sequence.capture.adopt(length, len(sequence.token_ids))
+            sequence.capture.hand_over(length)
+        sequence.num_computed = length
+
+    def register(self, sequence: Sequence) -> None:
+        """Offers what has been computed to later requests, unless the last rows didn't run as deep as the blocks say."""
+        if self._enabled and sequence.run_depth >= sequence.tables.depth:
+            self._kv.register(sequence.tables, sequence.chains, sequence.num_computed)
+
+    def _count(self, sequence: Sequence, length: int) -> None:
+        self.query_tokens_total += sequence.num_prompt_tokens
+        self.hit_tokens_total += min(length, sequence.num_prompt_tokens)
+        if not sequence.has_run:
+            sequence.num_cached = min(length, sequence.num_prompt_tokens)
+            sequence.has_run = True

@@ -1,0 +1,175 @@
+"""Who computes what in the next step, and with which blocks and pages."""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from engine.cache.kv import BlockTables, KVCache
+from engine.prefix import PrefixFinder
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Positions `start … start + count - 1` of a sequence."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass
+class StepPlan:
+    """What has been given out for one step."""
+
+    tokens_left: int
+    capture_rows_left: int | None
+    chunks: dict[Sequence, Chunk]
+    starved: list[Sequence]
+    """Running, but without a page for their next row."""
+    preempted: bool = False
+
+
+class Scheduler:
+    """Holds every sequence that isn't done. Running ones keep blocks; waiting ones hold none, and pages only of rows to be kept."""
+
+    def __init__(
+        self, kv: KVCache, prefixes: PrefixFinder, *, max_batch_tokens: int, max_running: int, max_capture_rows: int | None = None
+    ) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._kv = kv
+        self._prefixes = prefixes
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._max_capture_rows = max_capture_rows
+        self._step = 0
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence that is done or aborted and takes its blocks back."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._kv.release(sequence.tables)
+
+    def schedule(self) -> tuple[list[Chunk], list[Sequence]]:
+        """The next step's chunks, and sequences that turned out to need no computation at all.
+
+        Running sequences come first (their next tokens before long prompts), then waiting ones while tokens, blocks and pages last.
+        """
+        self._step += 1
+        plan = StepPlan(self._max_batch_tokens, self._max_capture_rows, {}, [])
+        for sequence, at_most in self._in_turn():
+            if sequence in self.running:
+                self._plan_chunk(plan, sequence, at_most)
+        ready, blocked = ([], False) if plan.preempted else self._admit(plan)
+        if blocked and plan.starved:
+            self._preempt(plan, max(plan.starved, key=lambda s: s.order))
+        return list(plan.chunks.values()), ready
+
+    def _in_turn(self) -> list[tuple[Sequence, int]]:
+        """Running sequences with the tokens each may have at most.
+
+        Single tokens first, those that have waited longest before the others, so that long prompts don't hold them up; but a quarter
+        of the step is left to prompts, so that many single tokens don't hold those up either.
+        """
+        singles = [s for s in self.running if s.target - s.num_computed == 1]
+        prompts = [s for s in self.running if s.target - s.num_computed > 1]
+        singles.sort(key=lambda s: (s.last_step, s.order))
+        prompts.sort(key=lambda s: s.order)
+        limit = self._max_batch_tokens
+        room = max(1, limit - limit // 4) if prompts else limit
+        return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts]
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
+        start = sequence.num_computed
+        end = min(sequence.target, start + min(at_most, plan.tokens_left))
+        capture = sequence.capture
+        if end > start and capture is not None:
+            end = capture.reserve(start, end, len(sequence.token_ids))
+            if end == start:
+                plan.starved.append(sequence)
+            elif plan.capture_rows_left is not None:
+                end = capture.limit_rows(end, plan.capture_rows_left)
+        if end > start:
+            end = self._take_blocks(plan, sequence, end)
+        if capture is not None:
+            capture.clip(end)
+        if end > start:
+            self._give_out(plan, Chunk(sequence, start, end - start))
+
+    def _give_out(self, plan: StepPlan, chunk: Chunk) -> None:
+        plan.chunks[chunk.sequence] = chunk
+        plan.tokens_left -= chunk.count
+        if plan.capture_rows_left is not None and chunk.sequence.capture is not None:
+            plan.capture_rows_left -= chunk.sequence.capture.num_rows_planned
+        chunk.sequence.last_step = self._step
+
+    def _take_blocks(self, plan: StepPlan, sequence: Sequence, end: int) -> int:
+        """Blocks for the sequence up to `end`, or as far as they go; the youngest running one pays where there are none at all."""
+        start = sequence.num_computed
+        while (reached := self._kv.extend(sequence.tables, start, end)) == start:
+            victim = max(self.running, key=lambda s: s.order)
+            assert victim is not sequence or len(self.running) > 1, "a sequence that is alone always fits"
+            self._preempt(plan, victim)
+            if victim is sequence:
+                return start
+        return reached
+
+    def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
+        """Back to the waiting ones. Rows already captured go on to their file and aren't captured again."""
+        chunk = plan.chunks.pop(victim, None)
+        plan.tokens_left += chunk.count if chunk else 0
+        plan.preempted = True
+        self.num_preemptions += 1
+        if victim.capture is not None:
+            if chunk and plan.capture_rows_left is not None:
+                plan.capture_rows_left += victim.capture.num_rows_planned
+            victim.capture.clip(0)
+            victim.capture.hand_over(victim.num_computed, everything=True)
+        self.running.remove(victim)
+        self._kv.release(victim.tables)
+        victim.num_computed = 0
+        self.add(victim)
+
+    def _admit(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
+        """Starts waiting sequences in order. Those that lack pages are passed over, since others may need none.
+
+        Returns sequences that need no computation, and whether one was stopped by a lack of KV blocks.
+        """
+        ready: list[Sequence] = []
+        for sequence in list(self.waiting):
+            if plan.tokens_left <= 0 or len(self.running) >= self._max_running:
+                break
+            if sequence.capture is not None and not sequence.capture.can_start():
+                continue
+            if self._prefixes.answer_from_pages(sequence):
+                ready.append(sequence)
+                continue
+            if not self._start(sequence):
+                return ready, True
+            if sequence.done:
+                ready.append(sequence)
+            else:
+                self._plan_chunk(plan, sequence, self._max_batch_tokens)
+        return ready, False
+
+    def _start(self, sequence: Sequence) -> bool:
+        length = self._prefixes.find(sequence)
+        self._kv.adopt(sequence.tables, sequence.chains, length)
+        if self.running and not self._kv.can_hold(sequence.tables, sequence.target, self._claims()):
+            self._kv.release(sequence.tables)
+            return False
+        self._prefixes.start_at(sequence, length)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        return True
+
+    def _claims(self) -> list[tuple[BlockTables, int]]:
+        """What running prompts have yet to take."""
+        return [(s.tables, s.target) for s in self.running if s.target - s.num_computed > 1]

@@ -1,0 +1,104 @@
+"""A request while the engine has it: its tokens, and how far they have been computed."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.cache.chain import HashChain
+from engine.cache.kv import BlockTables
+from engine.capture import RowCapture
+from engine.layers import depth_of
+from engine.request import EngineRequest, FinishReason, TokenLogprobs
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`0 <= num_cached <= num_computed <= target <= len(token_ids)`; `num_computed` falls back to 0 only in a preemption.
+
+    There is no prefill or decode phase: `num_computed` chases `target`.
+    """
+
+    request: EngineRequest
+    arrival: int
+    num_layers: int
+    token_ids: list[int]
+    chains: dict[int, HashChain]
+    """Block names per block size in use."""
+    tables: BlockTables
+    capture: RowCapture | None = None
+    generator: torch.Generator | None = None
+    num_computed: int = 0
+    num_cached: int = 0
+    last_step: int = 0
+    """When it was last part of a batch, for taking turns."""
+    has_run: bool = False
+    generating: bool = field(init=False)
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.generating = self.request.sampling.max_tokens > 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower priority numbers, then earlier arrivals."""
+        return self.request.priority, self.arrival
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def target(self) -> int:
+        """Positions to be computed before something happens: a token is sampled, or the sequence is done.
+
+        Where nothing is sampled, nothing behind the last row that is kept need be computed.
+        """
+        if self.generating:
+            return len(self.token_ids)
+        if self.num_output_tokens:
+            return len(self.token_ids) - (not self.keeps_last_token)
+        if self.capture is None:
+            return len(self.token_ids)
+        kept_end = None if self.wants_prompt_logprobs else self.capture.kept_end
+        return len(self.token_ids) if kept_end is None else kept_end
+
+    @property
+    def keeps_last_token(self) -> bool:
+        """Whether the last sampled token is fed to the model too, for its row."""
+        return self.capture is not None and self.capture.spec.include_last_token
+
+    @property
+    def run_depth(self) -> int:
+        """Decoder layers that the next rows must run through."""
+        if self.generating or self.wants_prompt_logprobs or self.capture is None:
+            return self.num_layers
+        return depth_of(self.capture.spec.layers, self.num_layers)
+
+    @property
+    def num_saved_rows(self) -> int:
+        """Rows of the sequence that the save selects from, once the text is done."""
+        assert self.capture is not None
+        spec, num_output = self.capture.spec, self.num_output_tokens
+        if not num_output or not (spec.include_output_tokens or spec.include_last_token):
+            return self.num_prompt_tokens
+        return len(self.token_ids) - (not self.keeps_last_token)
+
+    @property
+    def prefix_limit(self) -> int:
+        """How long a cached prefix may be: rows that are read for their logits must be computed."""
+        if self.wants_prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens:
+            return max(0, len(self.prompt_logprobs) - 1)
+        return self.target - self.generating
+
+    @property
+    def done(self) -> bool:
+        return not self.generating and self.num_computed >= self.target
