@@ -13,6 +13,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 _KV_SHARE_OF_HOST, _KV_LIMIT_ON_HOST = 0.25, 4 * GIB
 _KV_SHARE_OF_DEVICE = 0.85
 _STATE_SHARE_OF_HOST, _STATE_LIMIT = 0.15, 2 * GIB
+_AUTO_BLOCKS = 1 << 16
+"""More blocks than this are made only where the operator asks for them: the books of a pool cost memory too."""
 
 
 def host_memory_available() -> int:
@@ -40,6 +42,8 @@ def kv_blocks(specs: tuple[KVSpec, ...], config: EngineConfig, max_model_len: in
     per_token = sum(spec.bytes_per_token for spec in specs)
     tokens = config.kv_cache_tokens or int(_kv_bytes(config, device) // per_token)
     asked = bool(config.kv_cache_tokens or config.kv_cache_memory)
+    if not asked:
+        tokens = min(tokens, max(max_model_len, _AUTO_BLOCKS * min(spec.block_size for spec in specs)))
     if tokens < max_model_len and not asked:
         raise ConfigError(
             f"the KV cache gets {tokens} tokens of the free memory, less than one request of {max_model_len}: "
@@ -65,8 +69,9 @@ def _kv_bytes(config: EngineConfig, device: torch.device) -> float:
 
 def state_pages(config: EngineConfig, page_size: int, width: int, dtype: torch.dtype) -> int:
     """Hidden-state pages, the null page included. Raises `ConfigError` where not even one fits."""
-    size = config.state_cache_memory or int(min(_STATE_LIMIT, host_memory_available() * _STATE_SHARE_OF_HOST))
     page_bytes = page_size * width * dtype.itemsize
+    automatic = min(_STATE_LIMIT, host_memory_available() * _STATE_SHARE_OF_HOST, _AUTO_BLOCKS * page_bytes)
+    size = config.state_cache_memory or int(automatic)
     if size < page_bytes:
         raise ConfigError(f"--state-cache-memory {size} is less than one page of {page_bytes} bytes")
     return size // page_bytes + 1

@@ -1,0 +1,128 @@
+"""The safetensors files of a checkpoint: which tensors there are, and copying them into place bit by bit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import ModelError
+from engine.models.hf_config import read_json_object
+
+FLOAT_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+CHUNK_BYTES = 64 << 20
+"""The most of a tensor that is read at once."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as a file's header describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """Safetensors' name: F32, BF16, …"""
+
+    @property
+    def nbytes(self) -> int:
+        return FLOAT_DTYPES.get(self.dtype, 1) * torch.Size(self.shape).numel()
+
+
+class Checkpoint:
+    """A folder with `model.safetensors`, or with shards and `model.safetensors.index.json`."""
+
+    def __init__(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
+        self._folder = folder
+        self._tensors = {name: tensor for file in _files(folder) for name, tensor in _read_header(file).items()}
+        self._progress = progress
+        self._bytes_done = 0
+        self._bytes_total = sum(tensor.nbytes for tensor in self._tensors.values())
+        self._unread = set(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Names of tensors that nobody has asked for."""
+        return frozenset(self._unread)
+
+    def copy(self, name: str, target: torch.Tensor) -> None:
+        """Copies a tensor into `target`, converting it to the target's dtype.
+
+        Raises `ModelError` where it is missing, of another shape, or not stored as floating-point numbers.
+        """
+        stored = self._checked(name, tuple(target.shape))
+        try:
+            # Opened per tensor: the pages of the mapped file leave memory as soon as they are copied.
+            with safe_open(stored.file, framework="pt") as file:
+                source = file.get_slice(name)
+                for start, end in _chunks(stored):
+                    target[start:end].copy_(source[start:end])
+                    self._advance((end - start) * stored.nbytes // stored.shape[0])
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{stored.file} can't be read: {error}") from None
+
+    def same(self, first: str, second: str) -> bool:
+        """Whether two tensors hold the same numbers. Counts the second one as read where they do."""
+        stored, other = self._checked(first, None), self._checked(second, None)
+        if (stored.shape, stored.dtype) != (other.shape, other.dtype):
+            return False
+        with safe_open(stored.file, framework="pt") as file, safe_open(other.file, framework="pt") as other_file:
+            left, right = file.get_slice(first), other_file.get_slice(second)
+            equal = all(torch.equal(left[start:end], right[start:end]) for start, end in _chunks(stored))
+        if equal:
+            self._unread.discard(second)
+            self._advance(other.nbytes)
+        return equal
+
+    def _checked(self, name: str, shape: tuple[int, ...] | None) -> StoredTensor:
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise ModelError(f"{self._folder}: weight {name} is missing")
+        if stored.dtype not in FLOAT_DTYPES:
+            raise ModelError(f"{stored.file}: weight {name} is stored as {stored.dtype}; quantised checkpoints are not supported")
+        if shape is not None:
+            if stored.shape != shape:
+                raise ModelError(f"{stored.file}: weight {name} has shape {list(stored.shape)}, expected {list(shape)}")
+            self._unread.discard(name)
+        return stored
+
+    def _advance(self, nbytes: int) -> None:
+        self._bytes_done += nbytes
+        if self._progress is not None:
+            self._progress(self._bytes_done, self._bytes_total)
+
+
+def _chunks(stored: StoredTensor) -> list[tuple[int, int]]:
+    """Ranges along the first dimension of at most `CHUNK_BYTES` (but at least one row) each."""
+    rows = stored.shape[0]
+    step = max(1, CHUNK_BYTES * rows // max(1, stored.nbytes))
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files of the checkpoint; a single file goes before an index, as in transformers."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map")
+    files = [folder / str(name) for name in dict.fromkeys(weight_map.values())]
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file} is missing, though {index.name} lists it")
+    return files
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - the handle isn't iterable
+            return {name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} can't be read: {error}") from None

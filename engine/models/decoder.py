@@ -1,0 +1,92 @@
+"""The configurable decoder: packed rows through the layers, the residual stream handed out after each."""
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from engine.cache.spec import LayerKV
+from engine.models.base import AttentionContext, AttentionOptions, ForwardBatch
+from engine.models.decoder_config import DecoderConfig
+from engine.models.families import ACTIVATIONS
+from engine.models.norm import RMSNorm
+from engine.models.rope import RotaryAngles, RotaryTable, rotate
+from engine.models.weights import DecoderWeights, LayerWeights
+
+
+class Decoder:
+    """A causal language model over packed tokens (the `Model` protocol)."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int) -> None:
+        """`max_model_len` is the context limit that the model runs with; positions must be below it."""
+        self.config = config.model
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._decoder = config
+        self._weights = weights
+        self._activation = ACTIVATIONS[config.activation]
+        # Rounded to the model's dtype, as Gemma's reference code does: sqrt(3072) is 55.5 in bfloat16.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        self._rotary = [RotaryTable(rope, config.head_dim, max_model_len, dtype=self.dtype, device=self.device) for rope in config.ropes]
+        self._options = [AttentionOptions(config.attention_scale, window) for window in config.windows]
+
+    def kv_layers(self) -> list[LayerKV]:
+        """What each decoder layer keeps in the KV cache, in layer order."""
+        config = self._decoder
+        return [LayerKV(config.num_kv_heads, config.head_dim, window) for window in config.windows]
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Residual stream after the last layer, before the final norm: `[rows_at_layer[-1], width]`.
+
+        Tensors handed to `batch.capture` are never written again.
+        """
+        hidden = self._embed(batch.token_ids)  # [rows, width]
+        batch.capture(0, hidden)
+        angles = [table.lookup(batch.positions) for table in self._rotary]
+        for index, rows in enumerate(batch.rows_at_layer):
+            if rows < hidden.shape[0]:
+                hidden = hidden[:rows]
+                angles = [(cos[:rows], sin[:rows]) for cos, sin in angles]
+            if rows == 0:
+                break
+            hidden = self._layer(index, hidden, angles[self._decoder.rope_of_layer[index]], batch.attention)
+            batch.capture(index + 1, hidden)
+        return hidden
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The state "norm" of un-normed last-layer rows: `[rows, width]`."""
+        return self._weights.final_norm(hidden)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """`[rows, vocab]` in float32."""
+        logits = linear(normed, self._weights.head).float()
+        cap = self._decoder.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        hidden = embedding(token_ids, self._weights.embedding)
+        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+
+    def _layer(self, index: int, hidden: torch.Tensor, angles: RotaryAngles, attention: AttentionContext) -> torch.Tensor:
+        layer = self._weights.layers[index]
+        # The second sum may go in place: nobody outside has seen the first one.
+        middle = hidden + _normed(layer.after_attention, self._attention(index, layer, hidden, angles, attention))
+        return middle.add_(_normed(layer.after_mlp, self._mlp(layer, middle)))
+
+    def _attention(
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, angles: RotaryAngles, attention: AttentionContext
+    ) -> torch.Tensor:
+        rows, heads, head_dim = hidden.shape[0], self._decoder.num_heads, self._decoder.head_dim
+        rotated_heads = heads + self._decoder.num_kv_heads
+        qkv = linear(layer.before_attention(hidden), layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(rows, -1, head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
+        rotated = rotate(_normed(layer.qk_norm, qkv[:, :rotated_heads]), angles)  # [rows, heads + kv_heads, head_dim]
+        mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, rotated_heads:], self._options[index])
+        return linear(mixed.reshape(rows, -1), layer.output, layer.output_bias)
+
+    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = linear(layer.before_mlp(hidden), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return linear(self._activation(gate).mul_(up), layer.down, layer.down_bias)
+
+
+def _normed(norm: RMSNorm | None, states: torch.Tensor) -> torch.Tensor:
+    return states if norm is None else norm(states)

@@ -1,0 +1,140 @@
+"""The decoder's weights, streamed from a checkpoint into the fused tensors that the forward pass uses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.errors import ModelError
+from engine.models.checkpoint import Checkpoint
+from engine.models.decoder_config import DecoderConfig
+from engine.models.norm import RMSNorm
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias")
+"""Buffers that old exporters stored beside the weights; they are derived from the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Matrices are `[outputs, inputs]`."""
+
+    before_attention: RMSNorm
+    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, width]: queries, keys, values
+    qkv_bias: torch.Tensor | None
+    qk_norm: RMSNorm | None  # weight [heads + kv_heads, head_dim]
+    output: torch.Tensor  # [width, heads * head_dim]
+    output_bias: torch.Tensor | None
+    after_attention: RMSNorm | None
+    before_mlp: RMSNorm
+    gate_up: torch.Tensor  # [2 * intermediate, width]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [width, intermediate]
+    down_bias: torch.Tensor | None
+    after_mlp: RMSNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole model. `head` is the same tensor as `embedding` where they are tied."""
+
+    embedding: torch.Tensor  # [vocab, width]
+    layers: tuple[LayerWeights, ...]
+    final_norm: RMSNorm
+    head: torch.Tensor  # [vocab, width]
+
+
+class WeightLoader:
+    """Reads one checkpoint into fused tensors of one dtype on one device.
+
+    Every fused tensor is made empty and filled part by part, so at no time is there a second copy of more than a chunk.
+    """
+
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+
+    def load(self, folder: Path) -> DecoderWeights:
+        """Raises `ModelError` naming a weight that is missing, of a wrong shape, or that the architecture doesn't have."""
+        embedding, head = self._embedding_and_head()
+        layers = tuple(self._layer(index) for index in range(self._config.model.num_layers))
+        final_norm = self._norm("model.norm")
+        unknown = sorted(name for name in self._checkpoint.unread if not name.endswith(HARMLESS_SUFFIXES))
+        if unknown:
+            raise ModelError(f"{folder}: weight {unknown[0]} ({len(unknown)} such) is not part of {self._config.model.architecture}")
+        return DecoderWeights(embedding, layers, final_norm, head)
+
+    def _embedding_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As transformers does, a tied pair is shared also where only the head is stored, and kept apart where the two differ."""
+        shape = (self._config.model.vocab_size, self._config.model.hidden_size)
+        checkpoint = self._checkpoint
+        if not self._config.tie_embeddings:
+            return self._tensor(shape, [EMBEDDING]), self._tensor(shape, [HEAD])
+        embedding = self._tensor(shape, [EMBEDDING if EMBEDDING in checkpoint or HEAD not in checkpoint else HEAD])
+        if HEAD in checkpoint.unread and not checkpoint.same(EMBEDDING, HEAD):
+            return embedding, self._tensor(shape, [HEAD])
+        return embedding, embedding
+
+    def _layer(self, index: int) -> LayerWeights:
+        config = self._config
+        width, inner = config.model.hidden_size, config.intermediate_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv, gate_up = [f"{attention}.{part}_proj" for part in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        return LayerWeights(
+            before_attention=self._norm(f"{prefix}.{config.norms.before_attention}"),
+            qkv=self._matrix(qkv, [queries, keys, keys], width),
+            qkv_bias=self._bias(qkv, [queries, keys, keys], config.qkv_bias),
+            qk_norm=self._qk_norm(attention) if config.qk_norm else None,
+            output=self._matrix([f"{attention}.o_proj"], [width], queries),
+            output_bias=self._bias([f"{attention}.o_proj"], [width], config.output_bias),
+            after_attention=self._optional_norm(prefix, config.norms.after_attention),
+            before_mlp=self._norm(f"{prefix}.{config.norms.before_mlp}"),
+            gate_up=self._matrix(gate_up, [inner, inner], width),
+            gate_up_bias=self._bias(gate_up, [inner, inner], config.mlp_bias),
+            down=self._matrix([f"{mlp}.down_proj"], [width], inner),
+            down_bias=self._bias([f"{mlp}.down_proj"], [width], config.mlp_bias),
+            after_mlp=self._optional_norm(prefix, config.norms.after_mlp),
+        )
+
+    def _matrix(self, modules: Sequence[str], heights: Sequence[int], width: int) -> torch.Tensor:
+        return self._tensor((sum(heights), width), [f"{module}.weight" for module in modules], heights)
+
+    def _bias(self, modules: Sequence[str], heights: Sequence[int], present: bool) -> torch.Tensor | None:
+        return self._tensor((sum(heights),), [f"{module}.bias" for module in modules], heights) if present else None
+
+    def _norm(self, module: str) -> RMSNorm:
+        return self._rms_norm(self._norm_weight(module, self._config.model.hidden_size))
+
+    def _optional_norm(self, prefix: str, name: str | None) -> RMSNorm | None:
+        return None if name is None else self._norm(f"{prefix}.{name}")
+
+    def _qk_norm(self, attention: str) -> RMSNorm:
+        """The query and key norms side by side, so that both are one operation."""
+        config = self._config
+        query, key = (self._norm_weight(f"{attention}.{part}_norm", config.head_dim) for part in "qk")
+        return self._rms_norm(torch.stack([query] * config.num_heads + [key] * config.num_kv_heads))
+
+    def _norm_weight(self, module: str, width: int) -> torch.Tensor:
+        """`[width]`; in float32 where one is added, since 1 + w would lose its last bits in a shorter dtype."""
+        if not self._config.norm_adds_one:
+            return self._tensor((width,), [f"{module}.weight"])
+        stored = torch.empty(width, dtype=torch.float32, device=self._device)
+        self._checkpoint.copy(f"{module}.weight", stored)
+        return stored.to(self._dtype).float().add_(1.0)
+
+    def _rms_norm(self, weight: torch.Tensor) -> RMSNorm:
+        return RMSNorm(weight, self._config.norm_eps)
+
+    def _tensor(self, shape: tuple[int, ...], names: Sequence[str], heights: Sequence[int] | None = None) -> torch.Tensor:
+        """Stored tensors stacked along the first dimension."""
+        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        parts = target.split_with_sizes(list(heights)) if heights is not None else [target]
+        for name, part in zip(names, parts, strict=True):
+            self._checkpoint.copy(name, part)
+        return target

@@ -1,0 +1,226 @@
+"""The content of one save: rows as they come, then the tensors beside them, the header, and the name."""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.config import Checksum
+from engine.errors import SaveError
+from engine.saves import layout
+from engine.saves.chunk import SaveEnd
+from engine.saves.convert import (
+    STORED_TYPES,
+    PagedRows,
+    RunningMean,
+    Scratch,
+    gather,
+    layer_and_position,
+    layer_of_mean,
+    to_stored,
+)
+from engine.saves.file import PartFile, Retry
+from engine.saves.layout import TailTensor, TensorEntry
+from engine.saves.lock import names_file
+from engine.saves.publish import publish_file, remove_if_present
+from engine.saves.spec import Durability, Range, SavedFile, SaveSpec
+
+PIECE_BYTES = 1 << 20
+"""Rows gathered at once: small enough to stay in a core's cache between gathering, checking, converting and writing."""
+
+LARGEST_COUNT = 10**19
+"""Has as many digits as any number of tokens."""
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """What holds for all saves of a writer."""
+
+    durability: Durability = "file"
+    checksum: Checksum = "none"
+    umask: int = 0o022
+    retry_seconds: float = 5.0
+
+
+class FileBuilder:
+    """Only the thread that works on the save calls the methods. They raise `SaveError` and `OSError`; then `discard` is next."""
+
+    def __init__(
+        self, spec: SaveSpec, pages: torch.Tensor, options: WriterOptions, stop: threading.Event, *, num_rows: int | None, max_rows: int
+    ) -> None:
+        """`pages` is `[num_pages, page_size, width]`. `stop` is set when the save has been cancelled."""
+        self.spec = spec
+        self._pages = pages
+        self._options = options
+        self._stop = stop
+        self._num_rows = 1 if spec.pooling else num_rows
+        self._max_rows = max_rows
+        self._width = pages.shape[2]
+        self._row_bytes = len(spec.layers) * self._width * STORED_TYPES[spec.dtype].itemsize
+        self._mean = RunningMean.zeros(len(spec.layers), self._width) if spec.pooling else None
+        self._kept: list[Range] = []
+        self._scales: list[torch.Tensor] = []
+        self._written_rows = 0
+        self._data_start = 0
+        self._file: PartFile | None = None
+
+    @property
+    def bytes_written(self) -> int:
+        return self._file.bytes_written if self._file else 0
+
+    @property
+    def write_seconds(self) -> float:
+        return self._file.write_seconds if self._file else 0.0
+
+    def add_rows(self, rows: PagedRows, scratch: Scratch) -> None:
+        """Writes the rows of a chunk behind those before it (pooled: adds them up), in pieces of bounded size."""
+        self._note(rows)
+        row_size = len(self.spec.layers) * self._width * self._pages.dtype.itemsize
+        step = max(1, PIECE_BYTES // row_size)
+        for first in range(0, rows.count, step):
+            if self._stop.is_set():
+                return
+            piece = gather(self._pages, rows, first, min(step, rows.count - first), scratch)
+            locate = layer_and_position(self.spec.layers, rows.position + first)
+            if self._mean:
+                self._mean.add(piece, locate)
+            else:
+                self._write_rows(piece, locate, scratch)
+
+    def _note(self, rows: PagedRows) -> None:
+        """Remembers which positions came, to compare them at the end with those that the tokens are of."""
+        end = self._kept[-1][1] if self._kept else 0
+        if rows.position < end or len(rows.pages) != len(self.spec.layers):
+            raise SaveError("engine_error", f"rows from position {rows.position} on were handed in wrongly")
+        low = self._kept.pop()[0] if self._kept and rows.position == end else rows.position
+        self._kept.append((low, rows.position + rows.count))
+
+    def _write_rows(self, rows: torch.Tensor, locate: Callable[[int, int], str], scratch: Scratch) -> None:
+        stored, scales = to_stored(rows, self.spec.dtype, locate, scratch)
+        if scales is not None:
+            self._scales.append(scales)
+        data = stored.reshape(-1).view(torch.uint8).numpy().data
+        self._open().write_at(data, self._data_start + self._written_rows * self._row_bytes)
+        self._written_rows += len(rows)
+
+    def _open(self) -> PartFile:
+        """The temporary file, made at its first use, once it is certain how much room the header may need."""
+        if self._file is None:
+            hidden_bytes = (self._num_rows or 0) * self._row_bytes
+            self._data_start = layout.data_start_for(len(self._largest_header()), hidden_bytes)
+            target = self.spec.target
+            retry = Retry(self._options.retry_seconds, self._stop)
+            write_back = self._options.durability != "none"
+            self._file = PartFile.create(
+                target.directory_fd, f".{self.spec.save_id}.part", self._options.umask, retry, write_back=write_back
+            )
+        return self._file
+
+    def _largest_header(self) -> bytes:
+        rows = self._max_rows
+        entries = [TensorEntry(layout.TOKEN_IDS, "I64", (rows,))]
+        if not self.spec.rows.everything:
+            entries.append(TensorEntry(layout.POSITIONS, "I64", (rows,)))
+        if self.spec.dtype == "float8_e4m3fn":
+            entries.append(TensorEntry(layout.SCALES, "F32", (rows, 1, 1)))
+        entries += [layout.client_entry(name, tensor) for name, tensor in self.spec.tensors.items()]
+        metadata = self._metadata(SaveEnd((), None, LARGEST_COUNT, LARGEST_COUNT), layout.int64_tail(layout.TOKEN_IDS, ()))
+        return layout.encode_header([self._hidden_entry(rows), *layout.tail_order(entries)], metadata)
+
+    def _hidden_entry(self, num_rows: int) -> TensorEntry:
+        name = layout.STORED_NAMES[self.spec.dtype]
+        return TensorEntry(layout.HIDDEN_STATES, name, (num_rows, len(self.spec.layers), self._width))
+
+    def _metadata(self, end: SaveEnd, token_ids: TailTensor) -> dict[str, str]:
+        known_now = {
+            "dtype": self.spec.dtype,
+            "num_prompt_tokens": str(end.num_prompt_tokens),
+            "num_tokens": str(end.num_tokens),
+            "save_id": self.spec.save_id,
+            "tokens_sha256": hashlib.sha256(token_ids.values.tobytes()).hexdigest(),
+        }
+        return {**self.spec.metadata, **known_now}
+
+    def complete(self, end: SaveEnd, scratch: Scratch) -> "FinishedFile":
+        """Writes all that is left and makes it as durable as asked; the file then lacks nothing but its name."""
+        self._check(end)
+        if self._mean:
+            self._write_rows(self._mean.row(), layer_of_mean(self.spec.layers), scratch)
+        file = self._open()
+        token_ids = layout.int64_tail(layout.TOKEN_IDS, end.token_ids)
+        tail = sorted([token_ids, *self._tail(end)], key=lambda tensor: -tensor.entry.item_size)
+        hidden = self._hidden_entry(self._written_rows)
+        header = layout.encode_header([hidden, *(tensor.entry for tensor in tail)], self._metadata(end, token_ids))
+        self._make_room(file, len(header), hidden.nbytes)
+        tail_bytes = b"".join(tensor.values.tobytes() for tensor in tail)
+        file.write_at(memoryview(tail_bytes), self._data_start + hidden.nbytes)
+        file.write_at(memoryview(layout.pad_header(header, self._data_start)), 0)
+        size = self._data_start + hidden.nbytes + len(tail_bytes)
+        checksum = file.checksum(self._options.checksum, size)
+        if self._options.durability != "none":
+            file.sync()
+        return FinishedFile(file, self.spec, (self._written_rows, len(self.spec.layers), self._width), end.num_tokens, size, checksum)
+
+    def _check(self, end: SaveEnd) -> None:
+        """A file whose rows are not those of its tokens is worse than none."""
+        expected = np.arange(end.num_tokens) if end.positions is None else np.asarray(end.positions, dtype=np.int64)
+        came = [np.arange(low, high) for low, high in self._kept]
+        if len(end.token_ids) != len(expected) or not np.array_equal(np.concatenate([np.arange(0), *came]), expected):
+            raise SaveError("engine_error", f"the engine handed in rows {self._kept}, which are not those of the tokens to be saved")
+
+    def _make_room(self, file: PartFile, header_bytes: int, hidden_bytes: int) -> None:
+        """Moves the rows up where they don't end at a multiple of eight: possible only if their number was not known beforehand."""
+        start = layout.data_start_for(header_bytes, hidden_bytes, at_least=self._data_start)
+        if start > self._data_start:
+            file.move(self._data_start, hidden_bytes, start - self._data_start)
+            self._data_start = start
+
+    def _tail(self, end: SaveEnd) -> list[TailTensor]:
+        """All but the token ids."""
+        tail = []
+        if end.positions is not None:
+            tail.append(layout.int64_tail(layout.POSITIONS, end.positions))
+        if self.spec.dtype == "float8_e4m3fn":
+            scales = torch.cat([torch.empty(0), *self._scales]).numpy().astype("<f4")
+            tail.append(TailTensor(TensorEntry(layout.SCALES, "F32", (len(scales), 1, 1)), scales))
+        return tail + [layout.client_tail(name, tensor) for name, tensor in self.spec.tensors.items()]
+
+    def discard(self) -> None:
+        if self._file:
+            self._file.discard()
+
+
+@dataclass(frozen=True)
+class FinishedFile:
+    """A complete file that still has its temporary name."""
+
+    file: PartFile
+    spec: SaveSpec
+    shape: tuple[int, int, int]
+    num_tokens: int
+    size: int
+    checksum: str | None
+
+    def publish(self, *, sync_directory: bool) -> SavedFile:
+        """Raises `SaveError` "conflict" where the name is taken, and `OSError`; nothing stands under the name then that is ours."""
+        target = self.spec.target
+        publish_file(target.directory_fd, self.file.name, target.name, replace=target.replace)
+        if sync_directory:
+            self._sync_directory()
+        status = os.fstat(self.file.fd)
+        self.file.close()
+        return SavedFile(self.shape, self.num_tokens, self.size, status.st_dev, status.st_ino, self.checksum)
+
+    def _sync_directory(self) -> None:
+        target = self.spec.target
+        try:
+            os.fsync(target.directory_fd)
+        except OSError:
+            # The name is not as durable as was promised, so the save has failed and must leave nothing.
+            if names_file(target.directory_fd, target.name, self.file.fd):
+                remove_if_present(target.directory_fd, target.name)
+            raise

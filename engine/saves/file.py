@@ -1,0 +1,193 @@
+"""The temporary file of one save: written at offsets, locked by its writer, gone unless it is published."""
+
+import errno
+import fcntl
+import hashlib
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from engine.config import Checksum
+from engine.errors import ConfigError, SaveError
+from engine.saves import libc
+from engine.saves.lock import create_file, names_file
+from engine.saves.publish import remove_if_present
+
+Result = TypeVar("Result")
+
+COPY_BYTES = 1 << 20
+WRITE_BACK_BYTES = 8 << 20
+CREATE_ATTEMPTS = 16
+FIRST_DELAY_SECONDS = 0.01
+LONGEST_DELAY_SECONDS = 0.5
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_AT_ONCE = (errno.EINTR, errno.EAGAIN)
+_WITH_DELAY = (*_DISK_FULL, errno.EIO)
+_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+
+
+def disk_error(error: OSError, path: str) -> SaveError:
+    """What a failed system call means for the client."""
+    code = error.errno
+    return SaveError("no_space" if code in _DISK_FULL else "io_error", f"writing {path} failed: {os.strerror(code or errno.EIO)}")
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Repeats a system call while what stands in its way may still pass: EINTR and EAGAIN at once, a full or failing disk with pauses."""
+
+    seconds: float
+    stop: threading.Event
+    """Ends a pause early: the save was cancelled."""
+
+    def run(self, operation: Callable[[], Result]) -> Result:
+        """Raises the last `OSError` when the time is up, and any that time doesn't heal at once."""
+        deadline: float | None = None
+        delay = FIRST_DELAY_SECONDS
+        while True:
+            try:
+                return operation()
+            except OSError as error:
+                if error.errno not in _AT_ONCE and error.errno not in _WITH_DELAY:
+                    raise
+                now = time.monotonic()
+                deadline = now + self.seconds if deadline is None else deadline
+                if now >= deadline or self.stop.is_set():
+                    raise
+                if error.errno in _WITH_DELAY:
+                    self.stop.wait(min(delay, deadline - now))
+                    delay = min(2 * delay, LONGEST_DELAY_SECONDS)
+
+
+@dataclass
+class PartFile:
+    """An open `.part` file. Methods raise `OSError`; only the thread that works on the save calls them."""
+
+    directory_fd: int
+    name: str
+    fd: int
+    retry: Retry
+    write_back: bool
+    bytes_written: int = 0
+    write_seconds: float = 0.0
+    _written_back: int = field(default=0, init=False)
+
+    @classmethod
+    def create(cls, directory_fd: int, name: str, umask: int, retry: Retry, *, write_back: bool) -> "PartFile":
+        """Creates and locks it. A cleaner may take it between the two, for one that nobody holds: then there is a next try."""
+        for _ in range(CREATE_ATTEMPTS):
+            fd = retry.run(partial(create_file, directory_fd, name, umask))
+            if _lock(fd) and names_file(directory_fd, name, fd):
+                return cls(directory_fd, name, fd, retry, write_back)
+            os.close(fd)
+            remove_if_present(directory_fd, name)
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Writes all of `data` (bytes), however many calls it takes."""
+        started = time.monotonic()
+        try:
+            while data:
+                written = self.retry.run(partial(_write_some, self.fd, data, offset))
+                data, offset = data[written:], offset + written
+                self.bytes_written += written
+        finally:
+            self.write_seconds += time.monotonic() - started
+        self._start_write_back(offset)
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """Exactly `size` bytes that were written before."""
+        pieces = []
+        while size:
+            piece = self.retry.run(partial(os.pread, self.fd, size, offset))
+            if not piece:
+                raise OSError(errno.EIO, "the file is shorter than what was written")
+            pieces.append(piece)
+            size, offset = size - len(piece), offset + len(piece)
+        return b"".join(pieces)
+
+    def move(self, start: int, size: int, by: int) -> None:
+        """Moves `size` bytes up by `by`, from the end on, so that nothing is overwritten that is still to be moved."""
+        end = start + size
+        while end > start:
+            begin = max(start, end - COPY_BYTES)
+            self.write_at(memoryview(self.read_at(end - begin, begin)), begin + by)
+            end = begin
+
+    def _start_write_back(self, end: int) -> None:
+        """Has the kernel begin to write what is new, so that the last fsync has little left to do. A hint: failures are left to fsync."""
+        if not self.write_back or libc.sync_file_range is None or end - self._written_back < WRITE_BACK_BYTES:
+            return
+        try:
+            libc.sync_file_range(self.fd, self._written_back, end - self._written_back, libc.SYNC_FILE_RANGE_WRITE)
+        except OSError:
+            self.write_back = False
+        self._written_back = end
+
+    def sync(self) -> None:
+        """Not repeated on failure: after a failed fsync Linux takes the pages for clean, and a second one would lie."""
+        started = time.monotonic()
+        try:
+            os.fsync(self.fd)
+        finally:
+            self.write_seconds += time.monotonic() - started
+
+    def checksum(self, algorithm: Checksum, size: int) -> str | None:
+        """Of the whole file, `algorithm:hex`; read back in pieces, since the header is written last."""
+        if algorithm == "none":
+            return None
+        digest = new_digest(algorithm)
+        for offset in range(0, size, COPY_BYTES):
+            digest.update(self.read_at(min(COPY_BYTES, size - offset), offset))
+        return f"{algorithm}:{digest.hexdigest()}"
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def discard(self) -> None:
+        """Removes the file and closes it. Idempotent."""
+        if self.fd < 0:
+            return
+        try:
+            remove_if_present(self.directory_fd, self.name)
+        finally:
+            self.close()
+
+
+def new_digest(algorithm: Checksum) -> Any:  # noqa: ANN401 — hashlib and xxhash share no type
+    """Raises `ConfigError` for `xxh3` where the package xxhash is missing."""
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    try:
+        return importlib.import_module("xxhash").xxh3_64()
+    except ImportError as error:
+        raise ConfigError("checksum xxh3 needs the package xxhash, which is not installed; sha256 needs nothing") from error
+
+
+def _lock(fd: int) -> bool:
+    """False where somebody else was faster. Without `flock` (allowed by --no-lock-files) the file stays unlocked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            os.close(fd)
+            raise
+    return True
+
+
+def _write_some(fd: int, data: memoryview, offset: int) -> int:
+    written = os.pwrite(fd, data, offset)
+    if written == 0:
+        # Must not happen with a regular file, and must not become an endless loop.
+        raise OSError(errno.EIO, "nothing was written")
+    return written

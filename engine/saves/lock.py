@@ -1,0 +1,161 @@
+"""Lock files beside saves: `<name>.lock`, held by an exclusive `flock` while the save is being written.
+
+Clients of vLLM's connector wait for that lock and remove the file themselves, so it is left in place after a save that worked.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+
+from engine.errors import ConfigError, EngineError
+
+LOCK_SUFFIX = ".lock"
+ATTEMPTS = 16
+_OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class LockBusy(EngineError):
+    """Somebody else holds the lock, or something that is not a regular file stands in its place."""
+
+
+def create_file(directory_fd: int, name: str, umask: int) -> int:
+    """Opens a new file of mode `0666 & ~umask`; raises `FileExistsError` for a name that is taken, by a symlink too."""
+    mode = 0o666 & ~umask
+    fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, mode, dir_fd=directory_fd)
+    # The process's own umask may have cut the mode. Some file systems keep no modes and refuse this.
+    with contextlib.suppress(PermissionError):
+        os.fchmod(fd, mode)
+    return fd
+
+
+def names_file(directory_fd: int, name: str, fd: int) -> bool:
+    """Whether `name` still stands for the very file that `fd` has open."""
+    try:
+        named = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+@dataclass
+class LockFile:
+    """A lock file that is held. The directory's descriptor stays the caller's and must outlive the lock."""
+
+    directory_fd: int
+    name: str
+    fd: int
+
+    @classmethod
+    def acquire(cls, directory_fd: int, name: str, umask: int) -> "LockFile":
+        """Creates or opens `<name>.lock` and locks it, without waiting.
+
+        A client may remove the file between our open and our lock, and we would then hold a lock that nobody else can see; so
+        the name is compared with the locked file afterwards, and all is tried again where they differ.
+
+        Raises `LockBusy`, or `OSError` where the file can't be opened or the file system has no `flock`.
+        """
+        lock_name = name + LOCK_SUFFIX
+        for _ in range(ATTEMPTS):
+            fd = _open(directory_fd, lock_name, umask)
+            if fd is None:
+                continue
+            if _lock_is_ours(directory_fd, lock_name, fd):
+                return cls(directory_fd, lock_name, fd)
+        raise LockBusy(f"{lock_name} is replaced by somebody again and again")
+
+    def release(self) -> None:
+        """Unlocks; the file stays. Idempotent."""
+        if self.fd < 0:
+            return
+        fd, self.fd = self.fd, -1
+        try:
+            # Closing alone would leave the lock with a forked child that has inherited the descriptor.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Removes the file while it is still locked, unless somebody has put another in its place. Idempotent."""
+        if self.fd < 0:
+            return
+        try:
+            if names_file(self.directory_fd, self.name, self.fd):
+                os.unlink(self.name, dir_fd=self.directory_fd)
+        except FileNotFoundError:
+            pass
+        finally:
+            self.release()
+
+
+def _open(directory_fd: int, lock_name: str, umask: int) -> int | None:
+    """None where the file went away between two looks."""
+    try:
+        return create_file(directory_fd, lock_name, umask)
+    except FileExistsError:
+        return _open_existing(directory_fd, lock_name)
+
+
+def _open_existing(directory_fd: int, lock_name: str) -> int | None:
+    try:
+        fd = os.open(lock_name, _OPEN_FLAGS, dir_fd=directory_fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise LockBusy(f"{lock_name} is not a regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise LockBusy(f"{lock_name} is not a regular file")
+    return fd
+
+
+def _lock_is_ours(directory_fd: int, lock_name: str, fd: int) -> bool:
+    """Locks; False, and closed, where the name has come to stand for another file. Raises `LockBusy`, `OSError`; closed then too."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if names_file(directory_fd, lock_name, fd):
+            return True
+    except BlockingIOError as error:
+        os.close(fd)
+        raise LockBusy(f"{lock_name} is locked by somebody else") from error
+    except OSError:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return False
+
+
+def probe_flock(directory_fd: int) -> None:
+    """Raises `ConfigError` where the directory's file system has no working `flock`: none, or one that keeps nobody out."""
+    name = f".probe-{secrets.token_hex(8)}.part"
+    try:
+        first = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory_fd)
+    except OSError as error:
+        raise ConfigError(f"can't create a file in the save root: {error.strerror}") from error
+    try:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        excludes = _second_lock_fails(directory_fd, name)
+    except OSError as error:
+        raise ConfigError(f"the save root's file system has no flock ({error.strerror}); --no-lock-files does without") from error
+    finally:
+        os.unlink(name, dir_fd=directory_fd)
+        os.close(first)
+    if not excludes:
+        raise ConfigError("flock on the save root's file system doesn't keep a second one out; --no-lock-files does without")
+
+
+def _second_lock_fails(directory_fd: int, name: str) -> bool:
+    second = os.open(name, _OPEN_FLAGS, dir_fd=directory_fd)
+    try:
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(second)
+    return False

@@ -1,0 +1,328 @@
+"""The reference attention backend against dense attention in float64, over a cache poisoned with NaN."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.facade import GroupPlan, SequencePlan
+from engine.attention.sdpa import PIECE_ROWS, SdpaBackend
+from engine.attention.select import select_backend
+from engine.attention.slots import SlotIndex, buckets_by_length
+from engine.errors import ConfigError
+from engine.models.base import AttentionOptions
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One group of layers that keep the same thing."""
+
+    layers: tuple[int, ...] = (0,)
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(0.3, self.window, self.soft_cap)
+
+
+def dense_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """The last `query.shape[0]` positions over all keys, in float64, written out plainly."""
+    rows, length = query.shape[0], key.shape[0]
+    key, value = (x.double().repeat_interleave(shape.heads // shape.kv_heads, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * 0.3
+    if shape.soft_cap is not None:
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+    query_at = torch.arange(length - rows, length)[:, None]
+    key_at = torch.arange(length)[None]
+    seen = key_at <= query_at
+    if shape.window is not None:
+        seen &= key_at > query_at - shape.window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
+
+
+@dataclass
+class PagedGroup:
+    """A poisoned cache with scattered blocks, and what it should hold."""
+
+    shape: Shape
+    num_blocks: int = 400
+    keys: torch.Tensor = field(init=False)
+    values: torch.Tensor = field(init=False)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    free: list[int] = field(init=False)
+    history: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        size = (len(shape.layers), self.num_blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        self.keys, self.values = (torch.full(size, math.nan, dtype=shape.dtype) for _ in range(2))
+        self.free = [block + 1 for block in torch.randperm(self.num_blocks - 1).tolist()]
+
+    def plan(self, members: Sequence[tuple[int, SequencePlan]]) -> GroupPlan:
+        for name, sequence in members:
+            self._grow(self.tables.setdefault(name, []), sequence)
+        tables = [self.tables[name] for name, _ in members]
+        return GroupPlan(self.shape.layers, self.shape.block_size, self.keys, self.values, tables)
+
+    def _grow(self, table: list[int], sequence: SequencePlan) -> None:
+        while len(table) * self.shape.block_size < sequence.start + sequence.count:
+            table.append(self.free.pop())
+        if self.shape.window is not None:
+            for index in range(max(0, sequence.start + 1 - self.shape.window) // self.shape.block_size):
+                self._release(table, index)
+
+    def _release(self, table: list[int], index: int) -> None:
+        block, table[index] = table[index], 0
+        if block:
+            self.keys[:, block] = self.values[:, block] = math.nan
+            self.free.insert(0, block)
+
+    def remember(self, name: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        past = self.history.setdefault((name, layer), [])
+        past.append((key, value))
+        return torch.cat([k for k, _ in past]), torch.cat([v for _, v in past])
+
+
+@dataclass
+class Simulation:
+    """Runs steps through the backend and compares every row of every layer with the dense reference."""
+
+    shapes: Sequence[Shape]
+    num_blocks: int = 400
+    backend: SdpaBackend = field(default_factory=lambda: SdpaBackend(CPU))
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.groups = [PagedGroup(shape, self.num_blocks) for shape in self.shapes]
+
+    def step(self, *wanted: tuple[int, int], keep: int | None = None) -> None:
+        """Computes `count` more positions of each `(name, count)`; layers after the first of a group see `keep` sequences only."""
+        members = [(name, SequencePlan(self.lengths.get(name, 0), count)) for name, count in wanted]
+        context = self.backend.plan([sequence for _, sequence in members], [group.plan(members) for group in self.groups])
+        for group in self.groups:
+            for layer in group.shape.layers:
+                kept = members if layer == group.shape.layers[0] else members[:keep]
+                self._check_layer(context.attend, group, layer, kept)
+        self.lengths |= {name: sequence.start + sequence.count for name, sequence in members}
+
+    def _check_layer(
+        self, attend: Callable[..., torch.Tensor], group: PagedGroup, layer: int, members: Sequence[tuple[int, SequencePlan]]
+    ) -> None:
+        shape = group.shape
+        counts = [sequence.count for _, sequence in members]
+        fused = torch.randn(sum(counts), shape.heads + 2 * shape.kv_heads, shape.head_dim).to(shape.dtype)
+        query, key, value = fused.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        out = attend(layer, query, key, value, shape.options)
+        assert out.shape == query.shape
+        assert out.dtype == shape.dtype
+        parts = zip(members, *(x.split(counts) for x in (query, key, value, out)), strict=True)
+        for (name, _), q, k, v, got in parts:
+            expected = dense_reference(q, *group.remember(name, layer, k, v), shape)
+            error = (got.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+            assert error.max() <= TOLERANCE[shape.dtype], f"sequence {name}, layer {layer}: relative error {error.max():.2e}"
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 22, 32, 528])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_chunked_sequence_equals_dense_attention(block_size: int, window: int | None) -> None:
+    simulation = Simulation([Shape(block_size=block_size, window=window)])
+    for count in (7, 1, 1, 20, 1, 64, 1, 1, 2):
+        simulation.step((0, count))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (5, 1)])
+def test_head_layouts_and_dtypes_equal_dense_attention(heads: int, kv_heads: int, dtype: torch.dtype, soft_cap: float | None) -> None:
+    simulation = Simulation([Shape(heads=heads, kv_heads=kv_heads, dtype=dtype, soft_cap=soft_cap)])
+    simulation.step((0, 33), (1, 1))
+    simulation.step((1, 1), (0, 1), (2, 5))
+    simulation.step((0, 9), (2, 1), (1, 1))
+
+
+@pytest.mark.parametrize("window", [None, 100, PIECE_ROWS, 700])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_chunks_longer_than_a_piece_equal_dense_attention(window: int | None, soft_cap: float | None) -> None:
+    simulation = Simulation([Shape(window=window, soft_cap=soft_cap, heads=2, kv_heads=1)])
+    simulation.step((0, 2 * PIECE_ROWS + 1), (1, PIECE_ROWS))
+    simulation.step((0, 3 * PIECE_ROWS), (1, PIECE_ROWS + 5))
+    simulation.step((0, 1), (1, 500))
+
+
+def test_decodes_of_unlike_lengths_share_a_batch() -> None:
+    simulation = Simulation([Shape(block_size=32)])
+    lengths = (1, 3, 31, 32, 33, 64, 65, 100, 250, 600, 601, 640, 1200)
+    simulation.step(*enumerate(lengths))
+    for _ in range(3):
+        simulation.step(*((name, 1) for name in range(len(lengths))))
+
+
+def test_gathers_larger_than_the_bound_are_split() -> None:
+    backend = SdpaBackend(CPU)
+    backend.gather_bytes = 100 * 2 * 16 * 4  # a hundred slots
+    simulation = Simulation([Shape()], backend=backend)
+    simulation.step(*((name, 40) for name in range(7)), (7, 300))
+    simulation.step(*((name, 1) for name in range(8)))
+
+
+def test_decodes_and_chunks_mix_in_any_order() -> None:
+    simulation = Simulation([Shape(layers=(0, 1, 2)), Shape(layers=(3, 4), window=24, block_size=4)])
+    simulation.step((0, 40), (1, 1), (2, 17))
+    simulation.step((1, 1), (0, 1), (3, 12), (2, 1))
+    simulation.step((3, 30), (2, 1), (1, 13), (0, 1), (4, 1))
+    simulation.step((0, 1), (1, 1), (2, 1), (3, 1), (4, 1))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 3, 4])
+def test_later_layers_may_run_for_the_leading_sequences_only(keep: int) -> None:
+    simulation = Simulation([Shape(layers=(0, 1)), Shape(layers=(2, 3), window=6)])
+    simulation.step((0, 20), (1, 1), (2, 9), (3, 1), keep=keep)
+
+
+def test_narrowed_layers_continue_a_chunk() -> None:
+    simulation = Simulation([Shape(layers=(0, 1))])
+    simulation.step((0, 20), (1, 30), (2, 5))
+    simulation.step((1, 1), (0, 9), (2, 4), keep=2)
+
+
+@pytest.mark.parametrize("table", [[], [0, 0, 0]])
+def test_sequences_that_never_reach_a_group_need_no_blocks_there(table: list[int]) -> None:
+    group = PagedGroup(Shape())
+    members = [(0, SequencePlan(0, 3)), (1, SequencePlan(40, 1))]
+    plan = group.plan(members[:1])
+    plan = GroupPlan(plan.layers, plan.block_size, plan.keys, plan.values, [*plan.block_tables, table])
+    query, key, value = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    out = SdpaBackend(CPU).plan([sequence for _, sequence in members], [plan]).attend(0, query, key, value, Shape().options)
+    torch.testing.assert_close(out.double(), dense_reference(query, key, value, Shape()), rtol=1e-5, atol=1e-6)
+    assert group.keys[:, 0].isnan().all()
+
+
+def test_rows_that_end_inside_a_sequence_are_refused() -> None:
+    group = PagedGroup(Shape())
+    members = [(0, SequencePlan(0, 3)), (1, SequencePlan(0, 2))]
+    context = SdpaBackend(CPU).plan([sequence for _, sequence in members], [group.plan(members)])
+    with pytest.raises(AssertionError, match="whole sequences"):
+        context.attend(0, torch.zeros(4, 6, 16), torch.zeros(4, 2, 16), torch.zeros(4, 2, 16), Shape().options)
+
+
+def test_groups_with_unlike_blocks_and_widths_stand_beside_each_other() -> None:
+    wide = Shape(layers=(0, 2), block_size=528, kv_heads=3, heads=3, head_dim=8)
+    narrow = Shape(layers=(1, 3), block_size=22, kv_heads=1, heads=4, head_dim=32, window=50)
+    simulation = Simulation([wide, narrow], num_blocks=80)
+    for counts in ((530, 21), (1, 1), (60, 23), (1, 600)):
+        simulation.step(*enumerate(counts))
+
+
+@settings(deadline=None)
+@given(steps=st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), min_size=1, max_size=5), min_size=1, max_size=6))
+def test_any_schedule_equals_dense_attention(steps: list[list[tuple[int, int]]]) -> None:
+    simulation = Simulation([Shape(block_size=7), Shape(layers=(1,), block_size=4, window=9)], num_blocks=600)
+    for wanted in steps:
+        simulation.step(*dict(wanted).items())
+
+
+def test_only_the_slots_of_the_batch_are_written() -> None:
+    group = PagedGroup(Shape(layers=(0, 1), block_size=8))
+    members = [(0, SequencePlan(0, 11)), (1, SequencePlan(0, 1))]
+    context = SdpaBackend(CPU).plan([sequence for _, sequence in members], [group.plan(members)])
+    key, value = torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    context.attend(1, torch.randn(12, 6, 16), key, value, Shape().options)
+    expected_keys, expected_values = (torch.full_like(group.keys, math.nan) for _ in range(2))
+    for row, (name, position) in enumerate([(0, p) for p in range(11)] + [(1, 0)]):
+        where = (1, group.tables[name][position // 8], position % 8)
+        expected_keys[where], expected_values[where] = key[row], value[row]
+    torch.testing.assert_close(group.keys, expected_keys, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(group.values, expected_values, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_do_not_depend_on_what_else_is_in_the_batch() -> None:
+    shape = Shape(block_size=32, heads=9, kv_heads=3, head_dim=64)
+    lengths = [int(n) for n in torch.randint(1, 400, (33,))]
+    counts = [1 if name % 3 else 20 for name in range(33)]
+    group = PagedGroup(shape, num_blocks=1000)
+    backend = SdpaBackend(CPU)
+    past = [(name, SequencePlan(0, length)) for name, length in enumerate(lengths)]
+    rows = sum(lengths)
+    prompt = (torch.randn(rows, 9, 64), torch.randn(rows, 3, 64), torch.randn(rows, 3, 64))
+    backend.plan([plan for _, plan in past], [group.plan(past)]).attend(0, *prompt, shape.options)
+    members = [(name, SequencePlan(lengths[name], counts[name])) for name in range(33)]
+    fresh = (torch.randn(sum(counts), 9, 64), torch.randn(sum(counts), 3, 64), torch.randn(sum(counts), 3, 64))
+    together = backend.plan([plan for _, plan in members], [group.plan(members)]).attend(0, *fresh, shape.options)
+    for index, part in enumerate(together.split(counts)):
+        own = (x.split(counts)[index] for x in fresh)
+        alone = backend.plan([members[index][1]], [group.plan([members[index]])]).attend(0, *own, shape.options)
+        torch.testing.assert_close(part, alone, rtol=0, atol=2e-6)
+
+
+def test_one_backend_serves_inside_and_outside_inference_mode() -> None:
+    simulation = Simulation([Shape()])
+    with torch.inference_mode():
+        simulation.step((0, 20), (1, 3))
+        simulation.step((0, 20), (1, 1))
+    outside = Simulation([Shape()], backend=simulation.backend)
+    outside.step((0, 20), (1, 3))
+    outside.step((0, 40), (1, 1))
+    with torch.inference_mode():
+        outside.step((0, 300), (1, 1))
+
+
+def test_an_empty_batch_plans_and_attends_nothing() -> None:
+    group = PagedGroup(Shape())
+    out = SdpaBackend(CPU).plan([], [group.plan([])]).attend(0, *(torch.zeros(0, n, 16) for n in (6, 2, 2)), Shape().options)
+    assert out.shape == (0, 6, 16)
+
+
+def test_reading_the_null_block_is_refused() -> None:
+    index = SlotIndex([[0, 5]], [32], 16)
+    torch.testing.assert_close(torch.from_numpy(index.slots(0, torch.arange(16, 32).numpy())), torch.arange(80, 96))
+    with pytest.raises(AssertionError, match="null block"):
+        index.slots(0, torch.arange(15, 17).numpy())
+
+
+def test_a_short_block_table_is_refused() -> None:
+    with pytest.raises(AssertionError, match="1 blocks where 2 are needed"):
+        SlotIndex([[4]], [17], 16)
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 5000), max_size=60), max_slots=st.integers(1, 8192))
+def test_buckets_hold_every_sequence_once_within_their_bounds(lengths: list[int], max_slots: int) -> None:
+    buckets = buckets_by_length(lengths, max_slots, free_padding=512)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(lengths)))
+    for bucket in buckets:
+        area = max(lengths[i] for i in bucket) * len(bucket)
+        assert len(bucket) == 1 or area <= max_slots
+        assert area - sum(lengths[i] for i in bucket) <= max(512, area // 5)
+
+
+def test_any_positive_block_size_is_accepted() -> None:
+    backend = select_backend("auto", CPU)
+    for size in (1, 22, 528):
+        backend.check_block_size(size)
+    with pytest.raises(ConfigError, match="block_size is 0, but must be at least 1"):
+        backend.check_block_size(0)
+
+
+def test_backends_are_chosen_by_name() -> None:
+    assert select_backend("auto", CPU).name == "sdpa"
+    assert select_backend("sdpa", CPU).name == "sdpa"
+    with pytest.raises(ConfigError, match="attention is 'flash', but must be one of auto, sdpa"):
+        select_backend("flash", CPU)
