@@ -129,7 +129,7 @@ class FileBuilder:
             entries.append(TensorEntry(layout.SCALES, "F32", (rows, 1, 1)))
         entries += [layout.client_entry(name, tensor) for name, tensor in self.spec.tensors.items()]
         metadata = self._metadata(SaveEnd((), None, LARGEST_COUNT, LARGEST_COUNT), layout.int64_tail(layout.TOKEN_IDS, ()))
-        return layout.encode_header([self._hidden_entry(rows), *layout.tail_order(entries)], metadata)
+        return layout.encode_header([self._hidden_entry(rows), *entries], metadata)
 
     def _hidden_entry(self, num_rows: int) -> TensorEntry:
         name = layout.STORED_NAMES[self.spec.dtype]

@@ -55,10 +55,6 @@ class TailTensor:
     values: npt.NDArray[np.generic]
 
 
-def tail_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    return sorted(entries, key=lambda entry: -entry.item_size)
-
-
 def encode_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """The header's JSON, its length not in front and unpadded. `entries` are in the order in which they lie in the file."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}

@@ -1,0 +1,153 @@
+"""Lock files: who holds one, who finds it busy, and what becomes of files that are replaced meanwhile."""
+
+import errno
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.saves.lock import LockBusy, LockFile, probe_flock
+
+WAITING_CLIENT = """
+import fcntl, os, sys
+fd = os.open(sys.argv[1], os.O_RDWR)
+print("waiting", flush=True)
+fcntl.flock(fd, fcntl.LOCK_EX)
+print("locked", flush=True)
+os.remove(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    yield fd
+    os.close(fd)
+
+
+def test_a_held_lock_is_busy_for_others_and_free_once_released(directory: int, tmp_path: Path) -> None:
+    held = LockFile.acquire(directory, "a", 0o022)
+    with pytest.raises(LockBusy, match=r"a\.lock is locked"):
+        LockFile.acquire(directory, "a", 0o022)
+    held.release()
+    held.release()
+    assert (tmp_path / "a.lock").exists()
+    LockFile.acquire(directory, "a", 0o022).release()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0, 0o666)])
+def test_a_lock_file_has_the_mode_asked_for(directory: int, tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(0o077)
+    try:
+        LockFile.acquire(directory, "a", umask).release()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.lock").stat().st_mode) == mode
+
+
+def test_a_lock_file_left_by_others_keeps_its_mode(directory: int, tmp_path: Path) -> None:
+    (tmp_path / "a.lock").touch()
+    (tmp_path / "a.lock").chmod(0o600)
+    LockFile.acquire(directory, "a", 0).release()
+    assert stat.S_IMODE((tmp_path / "a.lock").stat().st_mode) == 0o600
+
+
+def test_a_client_in_another_process_waits_until_the_lock_is_released(directory: int, tmp_path: Path) -> None:
+    held = LockFile.acquire(directory, "a", 0o022)
+    command = [sys.executable, "-c", WAITING_CLIENT, str(tmp_path / "a.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "waiting\n"
+        assert client.poll() is None
+        held.release()
+        assert client.stdout.readline() == "locked\n"
+    assert client.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_released_lock_is_free_although_a_child_has_inherited_it(directory: int, tmp_path: Path) -> None:
+    held = LockFile.acquire(directory, "a", 0o022)
+    inherited = os.dup(held.fd)
+    held.release()
+    LockFile.acquire(directory, "a", 0o022).release()
+    os.close(inherited)
+
+
+def test_a_file_replaced_between_opening_and_locking_is_not_taken_for_the_lock(
+    directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_flock, removed = fcntl.flock, []
+
+    def remove_then_lock(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and len(removed) < 2:
+            removed.append(fd)
+            (tmp_path / "a.lock").unlink()
+        real_flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_then_lock)
+    held = LockFile.acquire(directory, "a", 0o022)
+    assert len(removed) == 2
+    assert os.fstat(held.fd).st_ino == (tmp_path / "a.lock").stat().st_ino
+    held.release()
+
+
+def test_a_lock_that_is_replaced_for_ever_is_given_up(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda _fd, _operation: (tmp_path / "a.lock").unlink())
+    with pytest.raises(LockBusy, match="again and again"):
+        LockFile.acquire(directory, "a", 0o022)
+
+
+def test_a_failed_save_takes_its_lock_file_with_it(directory: int, tmp_path: Path) -> None:
+    held = LockFile.acquire(directory, "a", 0o022)
+    held.remove()
+    held.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_file_of_somebody_else_is_not_removed(directory: int, tmp_path: Path) -> None:
+    held = LockFile.acquire(directory, "a", 0o022)
+    (tmp_path / "a.lock").unlink()
+    (tmp_path / "a.lock").write_text("another")
+    held.remove()
+    assert (tmp_path / "a.lock").read_text() == "another"
+
+
+@pytest.mark.parametrize("kind", ["symlink", "directory", "fifo"])
+def test_what_is_no_regular_file_is_not_locked(directory: int, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.lock"
+    if kind == "symlink":
+        path.symlink_to("elsewhere")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    with pytest.raises(LockBusy, match="not a regular file"):
+        LockFile.acquire(directory, "a", 0o022)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_system_with_flock_passes_the_probe(directory: int, tmp_path: Path) -> None:
+    probe_flock(directory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_flock_is_refused(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(_fd: int, _operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(ConfigError, match="no flock"):
+        probe_flock(directory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_whose_flock_keeps_nobody_out_is_refused(directory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda _fd, _operation: None)
+    with pytest.raises(ConfigError, match="second"):
+        probe_flock(directory)
