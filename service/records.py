@@ -1,0 +1,106 @@
+"""What is known of a save from its admission until its record is purged."""
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from engine.layers import LayerId
+from service.exceptions import Conflict
+
+SaveStatus = Literal["queued", "running", "writing", "completed", "failed", "cancelled", "expired"]
+
+ENDED: frozenset[SaveStatus] = frozenset({"completed", "failed", "cancelled", "expired"})
+
+PREDECESSORS: Mapping[SaveStatus, tuple[SaveStatus, ...]] = {
+    "queued": (),
+    "running": ("queued",),
+    "writing": ("queued", "running"),
+    "completed": ("queued", "running", "writing"),
+    "failed": ("queued", "running", "writing"),
+    "cancelled": ("queued", "running", "writing"),
+    "expired": ("queued", "running", "writing", "completed"),
+}
+"""From where a status can be reached. Whatever else arrives is late and is ignored."""
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """One save. Times are seconds since 1970, sizes are bytes."""
+
+    id: str
+    hidden_states_path: str
+    """Absolute, as the server sees it. The temporary file and the lock file stand beside it."""
+    request_id: str
+    model: str
+    layers: tuple[LayerId, ...]
+    dtype: str
+    created: float
+    status: SaveStatus = "queued"
+    shape: tuple[int, ...] | None = None
+    num_tokens: int | None = None
+    bytes: int | None = None
+    checksum: str | None = None
+    """`sha256:…` or `xxh3:…`."""
+    finished: float | None = None
+    ttl_seconds: float | None = None
+    """Counted from the end of the save."""
+    expires: float | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+    device: int | None = None
+    inode: int | None = None
+    owner: str | None = None
+    """Which API key it was made with; None without keys."""
+    idempotency_key: str | None = None
+    body_hash: str | None = None
+    choice: int = 0
+    """Index among the saves of one request: one key stands for all of them."""
+    output: Mapping[str, Any] | None = None
+    """Text, token ids and finish reason, kept for clients that didn't wait for them."""
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+
+FIELDS = tuple(field.name for field in fields(SaveRecord))
+_AS_TEXT = frozenset({"device", "inode"})
+"""Unsigned 64-bit numbers, too large for SQLite's integers."""
+_AS_JSON = frozenset({"layers", "shape", "output"})
+
+
+def to_column(name: str, value: Any) -> Any:  # noqa: ANN401 - whatever the field holds
+    """A field's value as SQLite keeps it."""
+    if value is None:
+        return None
+    if name in _AS_JSON:
+        return json.dumps(value, separators=(",", ":"))
+    return str(value) if name in _AS_TEXT else value
+
+
+def from_row(row: sqlite3.Row) -> SaveRecord:
+    """The record of a row that has the columns `FIELDS`."""
+    return SaveRecord(**{name: _from_column(name, row[name]) for name in FIELDS})
+
+
+def _from_column(name: str, value: Any) -> Any:  # noqa: ANN401 - whatever the field holds
+    if value is None:
+        return None
+    if name in _AS_TEXT:
+        return int(value)
+    if name not in _AS_JSON:
+        return value
+    decoded = json.loads(value)
+    return tuple(decoded) if isinstance(decoded, list) else decoded
+
+
+class IdempotencyKeyTaken(Conflict):
+    """Another request came first with the key; `records` are its saves."""
+
+    default_code = "idempotency_key_taken"
+
+    def __init__(self, records: Sequence[SaveRecord]) -> None:
+        super().__init__("the idempotency key is in use", param="kv_transfer_params.idempotency_key")
+        self.records = tuple(records)

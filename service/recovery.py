@@ -1,0 +1,92 @@
+"""What a start makes of a crash: every save that was under way is completed or failed, and its temporary file is gone."""
+
+import logging
+import os
+import stat
+from dataclasses import dataclass
+
+from engine.saves.lock import LOCK_SUFFIX, names_file
+from service.directories import status_of
+from service.exceptions import ServiceError
+from service.leftovers import part_name, remove_unlocked
+from service.paths import OpenTarget, SaveRoots
+from service.published import PublishedFile, completion, read_published
+from service.records import SaveRecord
+from service.registry import Registry
+
+log = logging.getLogger(__name__)
+
+_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """How the interrupted saves ended."""
+
+    completed: int
+    failed: int
+
+
+def recover(registry: Registry, roots: SaveRoots) -> Recovered:
+    """Ends every record that a crash has left open; to be called before the first request is taken.
+
+    A save whose file stands under its name, known by the `save_id` in its metadata, is completed: it was published and only the commit
+    was missing. Any other is failed with the code `interrupted`; its temporary file and its lock file are removed. The file system comes
+    first and the record last, so that a crash in here is recovered from as well.
+    """
+    completed = failed = 0
+    for record in registry.unfinished().result():
+        file = _settle_files(roots, record)
+        if file is not None:
+            registry.update(record.id, **completion(file)).result()
+            completed += 1
+            continue
+        message = "the service ended before the file was published"
+        registry.update(record.id, status="failed", error_code="interrupted", error_message=message).result()
+        failed += 1
+    return Recovered(completed, failed)
+
+
+def _settle_files(roots: SaveRoots, record: SaveRecord) -> PublishedFile | None:
+    """The published file of a save, if there is one; what else the save has left is removed."""
+    try:
+        target = roots.locate(record.hidden_states_path)
+    except ServiceError as error:
+        log.warning("save %s: the directory of its file can't be opened: %s", record.id, error.message)
+        return None
+    try:
+        file = _find_published(target, record.id)
+        remove_unlocked(target.directory_fd, part_name(record.id))
+        if status_of(target.directory_fd, target.name) is None:
+            # Where a file stands under the name, the lock file is for its client to remove.
+            remove_unlocked(target.directory_fd, target.name + LOCK_SUFFIX)
+        return file
+    finally:
+        os.close(target.directory_fd)
+
+
+def _find_published(target: OpenTarget, save_id: str) -> PublishedFile | None:
+    try:
+        fd = os.open(target.name, _OPEN_FILE, dir_fd=target.directory_fd)
+    except OSError:
+        return None
+    try:
+        file = read_published(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        if file is None or file.save_id != save_id:
+            return None
+        if not file.whole:
+            _remove_damaged(target, fd, save_id)
+            return None
+        return file
+    except OSError as error:
+        log.warning("save %s: its file can't be read: %s", save_id, error.strerror)
+        return None
+    finally:
+        os.close(fd)
+
+
+def _remove_damaged(target: OpenTarget, fd: int, save_id: str) -> None:
+    """A power cut can shorten a file that was published without being synced; nobody may take it for a whole one."""
+    log.error("save %s: the disk has lost a part of its file, which is removed", save_id)
+    if names_file(target.directory_fd, target.name, fd):
+        os.unlink(target.name, dir_fd=target.directory_fd)
