@@ -110,6 +110,8 @@ class EngineCore:
         if outputs or chunks:
             num_tokens = sum(chunk.count for chunk in chunks)
             self._listener.on_step(outputs, num_tokens, time.perf_counter() - started)
+        if self._failed_steps >= _FAILED_STEPS_IN_A_ROW:
+            raise StepFailed(f"{self._failed_steps} steps in a row have failed")
         return bool(chunks or ready)
 
     def check_integrity(self) -> None:
@@ -167,11 +169,7 @@ class EngineCore:
         _log.exception("a step over %d requests failed", len(chunks))
         failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
         reason = SaveError("engine_error", str(failure))
-        outputs = self._drop([chunk.sequence for chunk in chunks], "error", failure, reason)
-        if self._failed_steps >= _FAILED_STEPS_IN_A_ROW:
-            self._listener.on_step(outputs, 0, 0.0)
-            raise StepFailed(f"{self._failed_steps} steps in a row have failed") from error
-        return outputs
+        return self._drop([chunk.sequence for chunk in chunks], "error", failure, reason)
 
     def _update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
         for chunk in batch.chunks:

@@ -67,8 +67,8 @@ class Engine:
                 raise QueueFull(f"{self._config.max_queued} requests are waiting already")
             if ("request", request.request_id) in self._open:
                 raise EngineError(f"request id {request.request_id} is in use")
-            self._open.add(("request", request.request_id))
             job = self._begin_save(request)
+            self._open.add(("request", request.request_id))
             self._num_arriving += 1
             self._commands.put(lambda: self._add(request, job))
 
@@ -158,8 +158,9 @@ class Engine:
         return job
 
     def _add(self, request: EngineRequest, job: SaveJob | None) -> None:
-        self._num_arriving -= 1
         self._core.add(request, job)
+        with self._changed:
+            self._num_arriving -= 1
 
     def _save_ended(self, save_id: str) -> None:
         request_id, _ = self._saves.pop(save_id)

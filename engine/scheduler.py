@@ -64,27 +64,33 @@ class Scheduler:
         """
         self._step += 1
         plan = StepPlan(self._max_batch_tokens, self._max_capture_rows, {}, [])
-        for sequence, at_most in self._in_turn():
-            if sequence in self.running:
-                self._plan_chunk(plan, sequence, at_most)
+        first, rest = self._in_turn()
+        self._plan_running(plan, first)
         ready, blocked = ([], False) if plan.preempted else self._admit(plan)
+        self._plan_running(plan, rest)
         if blocked and plan.starved:
             self._preempt(plan, max(plan.starved, key=lambda s: s.order))
         return list(plan.chunks.values()), ready
 
-    def _in_turn(self) -> list[tuple[Sequence, int]]:
-        """Running sequences with the tokens each may have at most.
+    def _plan_running(self, plan: StepPlan, turns: list[tuple[Sequence, int]]) -> None:
+        for sequence, at_most in turns:
+            if sequence in self.running:
+                self._plan_chunk(plan, sequence, at_most)
+
+    def _in_turn(self) -> tuple[list[tuple[Sequence, int]], list[tuple[Sequence, int]]]:
+        """Running sequences with the tokens each may have at most, and those that get what new ones leave over.
 
         Single tokens first, those that have waited longest before the others, so that long prompts don't hold them up; but a quarter
-        of the step is left to prompts, so that many single tokens don't hold those up either.
+        of the step is left to prompts, running or waiting, so that many single tokens don't hold those up either.
         """
         singles = [s for s in self.running if s.target - s.num_computed == 1]
         prompts = [s for s in self.running if s.target - s.num_computed > 1]
         singles.sort(key=lambda s: (s.last_step, s.order))
         prompts.sort(key=lambda s: s.order)
         limit = self._max_batch_tokens
-        room = max(1, limit - limit // 4) if prompts else limit
-        return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts]
+        startable = self.waiting and len(self.running) < self._max_running
+        room = max(1, limit - limit // 4) if prompts or startable else limit
+        return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts], [(s, 1) for s in singles[room:]]
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
         start = sequence.num_computed
