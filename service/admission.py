@@ -1,0 +1,242 @@
+"""From a valid body to a running generation: everything that can refuse a request before the engine hears of it."""
+
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.request import EngineRequest
+from engine.saves.spec import SaveTarget
+from service.choice import Choice
+from service.choice_text import ChoiceText, Echo, echo_of
+from service.errors import BadRequest, ModelNotFound
+from service.exceptions import Conflict
+from service.extraction import (
+    Extraction,
+    check_against_prompt,
+    file_metadata,
+    new_record,
+    new_save_id,
+    resolve_extraction,
+    save_spec,
+)
+from service.generation import Generation
+from service.prompts import PreparedPrompt, prepare_prompts
+from service.records import SaveRecord
+from service.sampling import sampling_params
+from service.saving import LiveSave
+from service.schemas.completions import CompletionRequest
+from service.schemas.transfer import PREFIX
+from service.services import Services
+from service.targets import ClaimedTarget
+from service.text_stream import StopStrings
+
+REUSABLE = frozenset({"failed", "cancelled", "expired"})
+"""Saves that left nothing: their key may be used again."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A body that has been checked against the model; nothing is held for it yet."""
+
+    body: CompletionRequest
+    request_id: str
+    extraction: Extraction | None
+    prompts: list[PreparedPrompt]
+    echoes: list[Echo | None]
+    body_hash: str | None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.body.n
+
+    @property
+    def idempotency_key(self) -> str | None:
+        return None if self.extraction is None else self.extraction.params.idempotency_key
+
+    @property
+    def wait(self) -> object:
+        """true where nothing is saved: then there is only the text to wait for."""
+        return True if self.extraction is None else self.extraction.params.wait
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The saves of an earlier request with the same idempotency key and body, by choice."""
+
+    records: tuple[SaveRecord, ...]
+
+
+async def make_plan(services: Services, body: CompletionRequest, request_id: str, raw_body: Any) -> Plan:  # noqa: ANN401 - any JSON value
+    """Tokenizes and checks. Raises `ServiceError` or `InvalidRequest`."""
+    _check_model(services, body)
+    _check_tokenizer(services, body)
+    extraction = resolve_extraction(body, services.settings.extract_by_default, services.default_layers, services.info)
+    include_last_token = extraction is not None and extraction.params.include_last_token
+    prompts = await prepare_prompts(body, services.tokenizer, services.limits, include_last_token)
+    _check_count(len(prompts) * body.n, services.settings.max_queued)
+    if extraction is not None:
+        _check_wait(extraction, body)
+        for prompt in prompts:
+            check_against_prompt(extraction, body, prompt)
+    echoes = await asyncio.to_thread(_echoes, services, prompts) if body.echo else _no_echoes(prompts)
+    has_key = extraction is not None and extraction.params.idempotency_key is not None
+    return Plan(body, request_id, extraction, prompts, echoes, _body_hash(raw_body) if has_key else None)
+
+
+def _echoes(services: Services, prompts: list[PreparedPrompt]) -> list[Echo | None]:
+    return [echo_of(services.tokenizer, prompt.token_ids, prompt.text) for prompt in prompts]
+
+
+def _no_echoes(prompts: list[PreparedPrompt]) -> list[Echo | None]:
+    return [None for _ in prompts]
+
+
+def _check_model(services: Services, body: CompletionRequest) -> None:
+    if body.model is not None and body.model != services.identity.name:
+        raise ModelNotFound(f"the model {body.model!r} is not served here, only {services.identity.name!r} is", param="model")
+
+
+def _check_tokenizer(services: Services, body: CompletionRequest) -> None:
+    if services.tokenizer is None and body.stop:
+        raise BadRequest("this model has no tokenizer: use stop_token_ids instead of stop", param="stop")
+
+
+def _check_count(num_choices: int, max_queued: int) -> None:
+    if num_choices > max_queued:
+        raise BadRequest(f"prompt and n ask for {num_choices} choices, at most {max_queued} can be queued", param="n")
+
+
+def _check_wait(extraction: Extraction, body: CompletionRequest) -> None:
+    if extraction.params.wait == "accepted" and body.stream:
+        raise InvalidRequest(f'{PREFIX}.wait "accepted" can\'t be streamed', f"{PREFIX}.wait")
+
+
+def _body_hash(raw_body: Any) -> str:  # noqa: ANN401 - any JSON value
+    canonical = json.dumps(raw_body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+async def admit(services: Services, plan: Plan) -> Generation | Replay:
+    """Starts a plan: claims its files, inserts its records, submits it; or finds that all that has been done before.
+
+    Raises `ServiceError` or an `EngineError`; nothing is held and no record is left then.
+    """
+    if plan.idempotency_key is None:
+        return await _start(services, plan)
+    async with services.idempotent_admission:
+        earlier = await _earlier(services, plan, plan.idempotency_key)
+        return Replay(earlier) if earlier else await _start(services, plan)
+
+
+async def _earlier(services: Services, plan: Plan, key: str) -> tuple[SaveRecord, ...]:
+    records = await asyncio.wrap_future(services.registry.find_idempotent(None, key))
+    if any(record.status in REUSABLE for record in records):
+        await asyncio.gather(*(asyncio.wrap_future(services.registry.delete(record.id)) for record in records if record.ended))
+        records = tuple(record for record in records if not record.ended)
+        if records:
+            raise Conflict("a request with this idempotency key is just ending", param=f"{PREFIX}.idempotency_key")
+    if records and records[0].body_hash != plan.body_hash:
+        raise Conflict("the idempotency key was used with another body", param=f"{PREFIX}.idempotency_key", code="idempotency_key_reused")
+    return records
+
+
+async def _start(services: Services, plan: Plan) -> Generation:
+    saves = await _open_saves(services, plan)
+    submitted = False
+    try:
+        generation = _generation(services, plan, saves)
+        submitted = True
+        generation.submit()
+    except BaseException as error:
+        if not submitted:
+            _abandon([save.spec.target for save in saves])
+        await services.saver.withdraw(saves)
+        raise _with_prefix(error)  # noqa: B904 - mostly the same error
+    return generation
+
+
+def _with_prefix(error: BaseException) -> BaseException:
+    """The engine doesn't know that clients write these fields in an object."""
+    if isinstance(error, InvalidRequest) and error.param in ("layers", "positions"):
+        return InvalidRequest(str(error), f"{PREFIX}.{error.param}")
+    return error
+
+
+async def _open_saves(services: Services, plan: Plan) -> list[LiveSave]:
+    """Claims the targets and commits the records, of all choices or of none."""
+    extraction = plan.extraction
+    if extraction is None:
+        return []
+    ids = [new_save_id() for _ in range(plan.num_choices)]
+    targets = await asyncio.to_thread(_claim_all, services, plan, extraction, ids)
+    saves = [_live_save(services, plan, extraction, index, ids[index], target) for index, target in enumerate(targets)]
+    try:
+        await services.saver.insert(saves)
+    except BaseException:
+        _abandon(targets)
+        raise
+    return saves
+
+
+def _claim_all(services: Services, plan: Plan, extraction: Extraction, ids: list[str]) -> list[ClaimedTarget]:
+    params = extraction.params
+    targets: list[ClaimedTarget] = []
+    try:
+        for save_id in ids:
+            target = services.targets.claim(
+                params.hidden_states_path, save_id, replace=params.on_conflict == "replace", directory_only=len(ids) > 1
+            )
+            targets.append(target)
+    except BaseException:
+        _abandon(targets)
+        raise
+    return targets
+
+
+def _abandon(targets: Sequence[SaveTarget]) -> None:
+    for target in targets:
+        target.abandoned()
+
+
+def _live_save(services: Services, plan: Plan, extraction: Extraction, index: int, save_id: str, target: ClaimedTarget) -> LiveSave:
+    metadata = file_metadata(extraction, services.info, services.identity, plan.request_id)
+    record = new_record(extraction, save_id, target.path, plan.request_id, services.identity.name, index, plan.body_hash)
+    spec = save_spec(extraction, save_id, target, metadata)
+    held = _keeps_output(plan) or _all_or_nothing(plan)
+    return LiveSave(record, spec, services.roots.to_client(target.path), held)
+
+
+def _keeps_output(plan: Plan) -> bool:
+    """Whether somebody may ask the record for the text."""
+    return plan.wait == "accepted" or plan.idempotency_key is not None
+
+
+def _all_or_nothing(plan: Plan) -> bool:
+    return plan.num_choices > 1 and not plan.body.stream and plan.wait != "accepted"
+
+
+def _generation(services: Services, plan: Plan, saves: list[LiveSave]) -> Generation:
+    choices = [_choice(services, plan, index, saves[index] if saves else None) for index in range(plan.num_choices)]
+    return Generation(services, choices, request_id=plan.request_id, keeps_output=_keeps_output(plan), all_or_nothing=_all_or_nothing(plan))
+
+
+def _choice(services: Services, plan: Plan, index: int, save: LiveSave | None) -> Choice:
+    body, which = plan.body, index // plan.body.n
+    prompt, tokenizer = plan.prompts[which], services.tokenizer
+    checker = StopStrings(tokenizer, body.stop, context=prompt.token_ids) if tokenizer is not None and body.stop else None
+    request = EngineRequest(
+        request_id=uuid.uuid4().hex,
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling_params(body, prompt.max_tokens, index % body.n),
+        save=None if save is None else save.spec,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        stop_checker=checker,
+    )
+    text = ChoiceText(tokenizer, body.stop, prompt.token_ids)
+    return Choice(index, prompt, request, save, tokenizer, text, plan.echoes[which], waits_for_save=plan.wait is True)

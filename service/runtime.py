@@ -1,0 +1,212 @@
+"""Starts the parts of a service, knows what state it is in, and takes it down again."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from engine.api import EngineAPI
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.layers import LayerId, default_layers, resolve_layers
+from engine.models.source import ModelSource, default_cache, resolve_model
+from engine.stats import EngineListener
+from service.collector import EngineEvents
+from service.errors import NotServing
+from service.extraction import ModelIdentity
+from service.leftovers import clean_parts
+from service.metrics import Metrics
+from service.paths import SaveRoots
+from service.recovery import recover
+from service.registry import Registry
+from service.saving import Saver
+from service.services import Services
+from service.settings import Settings, engine_config
+from service.sizes import format_size
+from service.targets import Targets
+from service.text import Tokenizer, TokenizerMissing
+
+log = logging.getLogger(__name__)
+
+RuntimeState = Literal["starting", "ok", "draining", "dead", "stopped"]
+REPORT_STEP = 0.25
+"""A line for every quarter of the weights."""
+DEATH_GRACE_SECONDS = 2.0
+"""For answers to those who still waited when the engine failed."""
+
+
+class StartableEngine(EngineAPI, Protocol):
+    """An engine whose `start` blocks until the model is loaded."""
+
+    def start(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+
+
+EngineFactory = Callable[[EngineConfig, EngineListener], StartableEngine]
+
+
+class Runtime:
+    """One service from start to end. Methods are called on the event loop; `start` once."""
+
+    def __init__(self, settings: Settings, engine_factory: EngineFactory = Engine) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.state: RuntimeState = "starting"
+        self.on_fatal: Callable[[], None] = lambda: None
+        """Called when the engine has failed and nobody waits for an answer any more."""
+        self._make_engine = engine_factory
+        self._services: Services | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._grace: asyncio.Task[None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.state == "dead"
+
+    def services(self, *, for_new_work: bool) -> Services:
+        """The parts. Raises `NotServing` before the start, after a fatal error and, for new work, while draining."""
+        if self._services is not None and (self.state == "ok" or (self.state == "draining" and not for_new_work)):
+            return self._services
+        messages = {"starting": "the service is starting", "draining": "the service is shutting down", "dead": "the engine has failed"}
+        code = "engine_dead" if self.state == "dead" else self.state
+        raise NotServing(messages.get(self.state, "the service has stopped"), code=code)
+
+    async def start(self) -> None:
+        """Opens roots and registry, recovers from a crash, loads the model. Raises `ConfigError`."""
+        loop, settings = asyncio.get_running_loop(), self.settings
+        umask = _process_umask() if settings.umask is None else settings.umask
+        roots, registry = await asyncio.to_thread(self._open_files)
+        source = await asyncio.to_thread(resolve_model, settings.model, cache=default_cache(), progress=log.info)
+        saver = Saver(registry, roots, self.metrics, umask, loop)
+        events = EngineEvents(self.metrics)
+        events.bind(loop, saver.on_event, self._engine_died)
+        engine = await self._start_engine(engine_config(settings, source.folder, umask), events)
+        self._services = Services(
+            settings=settings,
+            engine=engine,
+            identity=ModelIdentity(settings.served_model_name or source.name, source.revision),
+            default_layers=_layers(settings, engine),
+            tokenizer=await asyncio.to_thread(_tokenizer, source),
+            registry=registry,
+            roots=roots,
+            targets=Targets(roots, lock_files=settings.lock_files, umask=umask),
+            saver=saver,
+            events=events,
+            metrics=self.metrics,
+            started=time.time(),
+        )
+        _log_start(self._services)
+        if self.state == "starting":
+            self.state = "ok"
+
+    async def drain(self) -> None:
+        """Takes no new requests and waits for those that run, and their saves, for at most `drain_seconds`; aborts what is left."""
+        if self.state not in ("starting", "ok"):
+            return
+        self.state = "draining"
+        if self._services is None:
+            return
+        engine = self._services.engine
+        engine.drain()
+        log.info("draining: running requests have %g seconds to finish", self.settings.drain_seconds)
+        if not await asyncio.to_thread(engine.wait_idle, self.settings.drain_seconds):
+            log.warning("requests were still running after %g seconds and are aborted", self.settings.drain_seconds)
+            await asyncio.to_thread(engine.stop)
+
+    async def stop(self) -> None:
+        """Ends everything. What was under way is aborted; its records say so."""
+        if self._grace is not None:
+            self._grace.cancel()
+        services = self._services
+        while self._undo:
+            await asyncio.to_thread(self._undo.pop())
+            if services is not None:  # the engine is the last that was started and the first that is stopped
+                await asyncio.gather(*services.background, return_exceptions=True)
+                await services.saver.settle()
+        if self.state != "dead":
+            self.state = "stopped"
+
+    async def _start_engine(self, config: EngineConfig, events: EngineEvents) -> EngineAPI:
+        engine = self._make_engine(config, events)
+        await asyncio.to_thread(engine.start, _progress_lines())
+        self._undo.append(engine.stop)
+        self.metrics.watch_engine(engine.stats)
+        return engine
+
+    def _open_files(self) -> tuple[SaveRoots, Registry]:
+        settings = self.settings
+        roots = SaveRoots(
+            [str(root) for root in settings.save_root],
+            lock_files=settings.lock_files,
+            umask=settings.umask,
+            client_path_map=settings.client_path_map,
+        )
+        self._undo.append(roots.close)
+        registry = Registry(settings.state_dir, durability=settings.durability)
+        self._undo.append(registry.close)
+        recovered = recover(registry, roots)
+        if recovered.completed or recovered.failed:
+            log.warning("after an interruption: %d saves were complete, %d have failed", recovered.completed, recovered.failed)
+        clean_parts(roots)
+        return roots, registry
+
+    def _engine_died(self, error: BaseException) -> None:
+        log.critical("the engine has failed, the service ends", exc_info=error)
+        self.state = "dead"
+        self._grace = asyncio.get_running_loop().create_task(self._end_after_death())
+
+    async def _end_after_death(self) -> None:
+        if self._services is not None:
+            await asyncio.sleep(DEATH_GRACE_SECONDS / 2)
+            self._services.saver.fail_all("the engine has failed")
+            await asyncio.sleep(DEATH_GRACE_SECONDS / 2)
+        self.on_fatal()
+
+
+def _process_umask() -> int:
+    """The umask can only be read by setting it; this is done before any file is made."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    return umask
+
+
+def _layers(settings: Settings, engine: EngineAPI) -> tuple[LayerId, ...]:
+    num_layers = engine.info.model.num_layers
+    return default_layers(num_layers) if settings.layers is None else resolve_layers(settings.layers, num_layers, "--layers")
+
+
+def _tokenizer(source: ModelSource) -> Tokenizer | None:
+    try:
+        return Tokenizer.from_folder(source.folder)
+    except TokenizerMissing as error:
+        log.warning("%s", error)
+        return None
+
+
+def _progress_lines() -> Callable[[int, int], None]:
+    reported = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal reported
+        if total and done / total >= reported + REPORT_STEP:
+            reported = done / total
+            log.info("loading weights: %d %% of %s", int(100 * reported), format_size(total))
+
+    return progress
+
+
+def _log_start(services: Services) -> None:
+    info, settings = services.info, services.settings
+    layers = ",".join(map(str, services.default_layers))
+    log.info("model %s (revision %s): %s", services.identity.name, services.identity.revision, info.model.architecture)
+    log.info("device %s, dtype %s, attention %s, context of %d tokens", info.device, info.dtype, info.attention, info.max_model_len)
+    log.info("default layers %s of %d, hidden size %d", layers, info.model.num_layers, info.model.hidden_size)
+    log.info(
+        "the KV cache holds %d tokens in blocks of %d, the state cache %d rows, a step at most %d tokens",
+        info.kv_cache_tokens,
+        info.block_size,
+        info.state_cache_rows,
+        info.max_batch_tokens,
+    )
+    log.info("save roots: %s; durability %s", ", ".join(root.path for root in services.roots.roots), settings.durability)

@@ -1,0 +1,237 @@
+"""The life of a save outside the engine: claim, record, commit.
+
+The order for one request is: target files are claimed (their locks are held), records are inserted and committed as `queued`, the engine
+takes the request over, its events move the records on, and the answer is sent once `completed` is committed. A crash after the claim
+and before the commit leaves at most an empty, unlocked lock file, which the next claim of that file takes over; temporary files are made
+only by the engine, when the record stands.
+
+A save is *held* where its completion must wait for something else: the other choices of an all-or-nothing request, or the output that
+its record is to carry. Its file may be published then, but the record says `writing` until `release`, and `revoke` can still take it back.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import SaveError
+from engine.saves.lock import LockBusy, LockFile
+from engine.saves.spec import SavedFile, SaveEvent, SaveSpec
+from service.exceptions import ServiceError
+from service.metrics import Metrics
+from service.paths import OpenTarget, SaveRoots
+from service.records import SaveRecord, SaveStatus
+from service.registry import Registry
+
+log = logging.getLogger(__name__)
+
+
+def _nobody() -> None:
+    pass
+
+
+@dataclass
+class LiveSave:
+    """A save as the request that asked for it sees it. Used on the event loop."""
+
+    record: SaveRecord
+    spec: SaveSpec
+    client_path: str
+    """The path as the client knows it."""
+    held: bool
+    status: SaveStatus = "queued"
+    file: SavedFile | None = None
+    error: SaveError | None = None
+    ended: bool = False
+    """Its last status is committed."""
+    unwanted: bool = False
+    """It was given up while it was held: when it has been published, it is taken back."""
+    on_change: Callable[[], None] = field(default=_nobody)
+    """Called when the file has been published and when the save has ended."""
+
+    @property
+    def published(self) -> bool:
+        return self.file is not None
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    def transfer(self, status: SaveStatus | None = None) -> dict[str, Any]:
+        """The answer's `kv_transfer_params` object, with what is known so far."""
+        known: dict[str, Any] = {
+            "hidden_states_path": self.client_path,
+            "save_id": self.id,
+            "status": status or self.status,
+            "layers": list(self.spec.layers),
+            "dtype": self.spec.dtype,
+        }
+        if self.file is not None and known["status"] == "completed":
+            known |= {"num_tokens": self.file.num_tokens, "shape": list(self.file.shape), "bytes": self.file.bytes}
+        return known
+
+
+class Saver:
+    """All running saves of the service. Methods are called on the event loop, `on_event` from the engine's threads."""
+
+    def __init__(self, registry: Registry, roots: SaveRoots, metrics: Metrics, umask: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._registry = registry
+        self._roots = roots
+        self._metrics = metrics
+        self._umask = umask
+        self._loop = loop
+        self._live: dict[str, LiveSave] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def insert(self, saves: list[LiveSave]) -> None:
+        """Commits the records of one request, all or none; their events are heard from now on."""
+        await asyncio.wrap_future(self._registry.insert(*(save.record for save in saves)))
+        self._live.update((save.id, save) for save in saves)
+
+    async def withdraw(self, saves: list[LiveSave]) -> None:
+        """Forgets saves of a request that was refused, records included. Targets are the caller's."""
+        for save in saves:
+            self._live.pop(save.id, None)
+        await asyncio.gather(*(asyncio.wrap_future(self._registry.delete(save.id)) for save in saves))
+
+    def on_event(self, event: SaveEvent) -> None:
+        """Moves the record on. Events of one save arrive in order and so are its changes."""
+        save = self._live.get(event.save_id)
+        if save is None:
+            return
+        if event.status in ("running", "writing"):
+            self._registry.update(event.save_id, status=event.status).add_done_callback(_log_failure)
+            self._to_loop(self._progressed, save, event)
+        elif event.status == "completed" and save.held:
+            self._to_loop(self._published, save, event)
+        else:
+            future = self._registry.update(event.save_id, **_final_changes(event))
+            future.add_done_callback(lambda done: self._to_loop(self._ended, save, event, done.exception()))
+
+    def keep_output(self, save: LiveSave, output: dict[str, Any]) -> None:
+        """Keeps the text in the record of a save that is held or still being written."""
+        self._registry.update(save.id, output=output).add_done_callback(_log_failure)
+
+    def release(self, save: LiveSave) -> None:
+        """The save need not be held any longer: it is completed, now or when its file is published."""
+        if save.held:
+            save.held = False
+            if save.published:
+                self._start(self._complete(save))
+
+    def revoke(self, save: LiveSave) -> None:
+        """Takes a held save back: its file goes, now or when it has been published, and its record says `failed`."""
+        if save.held and not save.ended and not save.unwanted:
+            save.unwanted = True
+            if save.published:
+                self._start(self._take_back(save))
+
+    def fail_all(self, message: str) -> None:
+        """The engine has gone: whoever still waits for a save is told so."""
+        for save in list(self._live.values()):
+            if not save.published:
+                self.on_event(SaveEvent(save.id, "failed", error=SaveError("engine_error", message)))
+
+    async def settle(self) -> None:
+        """Waits for file removals and commits that are under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _progressed(self, save: LiveSave, event: SaveEvent) -> None:
+        if not save.ended:
+            save.status = event.status
+
+    def _published(self, save: LiveSave, event: SaveEvent) -> None:
+        save.file = event.file
+        self._metrics.save_ended(event)
+        if save.unwanted:
+            self._start(self._take_back(save))
+        elif not save.held:  # released while the event was on its way
+            self._start(self._complete(save))
+        save.on_change()
+
+    def _ended(self, save: LiveSave, event: SaveEvent, failure: BaseException | None) -> None:
+        self._metrics.save_ended(event)
+        save.file, save.error = event.file, event.error
+        self._end(save, event.status, failure)
+
+    def _end(self, save: LiveSave, status: SaveStatus, failure: BaseException | None) -> None:
+        save.status, save.ended = status, True
+        if failure is not None:
+            log.error("the record of save %s could not be written", save.id, exc_info=failure)
+            save.status = "failed"
+            save.error = save.error or SaveError("io_error", "the registry of saves could not be written")
+        self._live.pop(save.id, None)
+        save.on_change()
+
+    async def _complete(self, save: LiveSave) -> None:
+        await self._commit(save, _final_changes(SaveEvent(save.id, "completed", save.file)))
+
+    async def _take_back(self, save: LiveSave) -> None:
+        assert save.file is not None
+        await asyncio.to_thread(remove_published, self._roots, save.record.hidden_states_path, save.file, self._umask)
+        save.error = SaveError("cancelled", "the request that this save belonged to failed or was given up")
+        await self._commit(save, _final_changes(SaveEvent(save.id, "failed", error=save.error)))
+
+    async def _commit(self, save: LiveSave, changes: dict[str, Any]) -> None:
+        try:
+            await asyncio.wrap_future(self._registry.update(save.id, **changes))
+        except ServiceError as error:
+            self._end(save, changes["status"], error)
+        else:
+            self._end(save, changes["status"], None)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a save could not be taken back", exc_info=task.exception())
+
+    def _to_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _final_changes(event: SaveEvent) -> dict[str, Any]:
+    changes: dict[str, Any] = {"status": event.status, "finished": time.time()}
+    if event.file is not None:
+        file = event.file
+        changes |= {"shape": list(file.shape), "num_tokens": file.num_tokens, "bytes": file.bytes, "checksum": file.checksum}
+        changes |= {"device": file.device, "inode": file.inode}
+    if event.error is not None:
+        changes |= {"error_code": event.error.code, "error_message": str(event.error)}
+    return changes
+
+
+def _log_failure(done: "Future[Any]") -> None:
+    if done.exception() is not None:
+        log.error("a record could not be updated", exc_info=done.exception())
+
+
+def remove_published(roots: SaveRoots, path: str, file: SavedFile, umask: int) -> None:
+    """Removes a published file and its lock file, if the name still stands for that very file. Raises `OSError`."""
+    try:
+        target = roots.locate(path)
+    except ServiceError:
+        return  # the directory has gone or become something else: nothing of ours is there
+    try:
+        if _is_file(target, file):
+            os.unlink(target.name, dir_fd=target.directory_fd)
+            LockFile.acquire(target.directory_fd, target.name, umask).remove()
+    except (FileNotFoundError, LockBusy):
+        pass  # somebody else has the name by now
+    finally:
+        os.close(target.directory_fd)
+
+
+def _is_file(target: OpenTarget, file: SavedFile) -> bool:
+    status = os.stat(target.name, dir_fd=target.directory_fd, follow_symlinks=False)
+    return (status.st_dev, status.st_ino) == (file.device, file.inode)

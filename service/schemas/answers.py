@@ -1,0 +1,156 @@
+"""Bodies of answers, as they are documented in openapi.yaml. A field that was not set is left out of the answer."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.layers import LayerId
+
+SaveStatusName = Literal["queued", "running", "writing", "completed", "failed", "cancelled", "expired"]
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str
+    save_id: str | None = None
+    """Where a save failed."""
+
+
+class ErrorAnswer(Answer):
+    error: ErrorDetail
+
+
+class SaveTransfer(Answer):
+    """`kv_transfer_params` of an answer. The last three fields come with the status `completed`."""
+
+    hidden_states_path: str
+    save_id: str
+    status: SaveStatusName
+    layers: list[LayerId]
+    dtype: str
+    num_tokens: int | None = None
+    shape: list[int] | None = None
+    bytes: int | None = None
+
+
+class Logprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    kv_transfer_params: SaveTransfer | None = None
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: int
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionAnswer(Answer):
+    """Also the form of a stream's chunks."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    kv_transfer_params: SaveTransfer | None = None
+
+
+class SaveError(Answer):
+    code: str
+    message: str | None
+
+
+class SaveOutput(Answer):
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: Logprobs | None = None
+
+
+class SaveAnswer(Answer):
+    """The record of a save. Times are RFC 3339."""
+
+    id: str
+    object: Literal["save"] = "save"
+    status: SaveStatusName
+    hidden_states_path: str
+    request_id: str
+    model: str
+    layers: list[LayerId]
+    dtype: str
+    shape: list[int] | None
+    num_tokens: int | None
+    bytes: int | None
+    bytes_written: int
+    created: str
+    finished: str | None
+    expires: str | None
+    sha256: str | None = None
+    xxh3: str | None = None
+    error: SaveError | None = None
+    output: SaveOutput | None = None
+
+
+class SaveList(Answer):
+    object: Literal["list"] = "list"
+    data: list[SaveAnswer]
+    has_more: bool
+
+
+class ModelCard(Answer):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "strata"
+    revision: str
+    max_model_len: int
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    default_layers: list[LayerId]
+    layer_convention: str
+    dtype: str
+
+
+class ModelList(Answer):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(Answer):
+    status: Literal["ok", "starting", "draining", "dead", "stopped"]
+
+
+class Version(Answer):
+    version: str
+
+
+Json = dict[str, Any]
+ERRORS: dict[int | str, Json] = {
+    400: {"model": ErrorAnswer, "description": "A bad value: the message names the field and the bound."},
+    503: {"model": ErrorAnswer, "description": "Starting, draining or dead."},
+}

@@ -1,0 +1,121 @@
+"""Runs the application on a socket: says when it is ready, drains on a signal, and says how it ended."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.errors import ConfigError
+from service.app import create_app
+from service.runtime import Runtime
+from service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_SETTINGS = 2
+EXIT_INTERRUPTED = 130
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients and proxies keep idle connections, so that it is them who close."""
+LAST_ANSWERS_SECONDS = 10
+"""How long connections may take to read their answers once everything has been computed."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but signals are ours: it would close the socket at once, and new requests are to hear a 503 while we drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `ConfigError` where the address can't be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise ConfigError(f"can't listen on {host} port {port}: {reason}") from error
+
+
+def serve(settings: Settings, runtime: Runtime | None = None) -> int:
+    """Runs until a signal, a failed start or a dead engine, and returns the exit status."""
+    runtime = runtime or Runtime(settings)
+    listening = listen(settings.host, settings.port)
+    app = create_app(settings, runtime)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=LAST_ANSWERS_SECONDS,
+    )
+    with listening, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_serve(app, runtime, Server(config), listening))
+
+
+async def _serve(app: FastAPI, runtime: Runtime, server: Server, listening: socket.socket) -> int:
+    runtime.on_fatal = lambda: _exit_soon(server)
+    _handle_signals(runtime, server)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    status = await _until_ready(app, runtime, server, serving, listening)
+    await serving
+    return EXIT_FAILED if runtime.failed else status
+
+
+async def _until_ready(app: FastAPI, runtime: Runtime, server: Server, serving: "asyncio.Future[None]", listening: socket.socket) -> int:
+    """Prints the line that says where the service is; returns the status to exit with, should nothing else happen."""
+    while not hasattr(app.state, "start") and not serving.done():
+        await asyncio.sleep(0)
+    try:
+        await asyncio.shield(app.state.start)
+    except ConfigError:
+        _exit_soon(server)
+        return EXIT_BAD_SETTINGS
+    except Exception:
+        _exit_soon(server)
+        return EXIT_FAILED
+    if runtime.state == "ok":
+        print(f"Strata is ready at {_url(listening)}", flush=True)
+    return EXIT_OK
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _exit_soon(server: Server) -> None:
+    server.should_exit = True
+
+
+def _handle_signals(runtime: Runtime, server: Server) -> None:
+    """The first signal drains, the second ends the process at once."""
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    def on_signal() -> None:
+        if draining:
+            os._exit(EXIT_INTERRUPTED)
+        draining.append(loop.create_task(_drain(runtime, server)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+async def _drain(runtime: Runtime, server: Server) -> None:
+    try:
+        await runtime.drain()
+    finally:
+        _exit_soon(server)

@@ -1,0 +1,64 @@
+"""What routes work with once the engine runs: made at start, passed down, never replaced."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.api import EngineAPI, EngineInfo
+from engine.layers import LayerId
+from service.collector import EngineEvents
+from service.extraction import ModelIdentity
+from service.metrics import Metrics
+from service.paths import SaveRoots
+from service.prompts import Limits
+from service.registry import Registry
+from service.saving import Saver
+from service.settings import Settings
+from service.targets import Targets
+from service.text import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts of a running service."""
+
+    settings: Settings
+    engine: EngineAPI
+    identity: ModelIdentity
+    default_layers: tuple[LayerId, ...]
+    tokenizer: Tokenizer | None
+    """None for a model folder without one: such a model takes token ids only."""
+    registry: Registry
+    roots: SaveRoots
+    targets: Targets
+    saver: Saver
+    events: EngineEvents
+    metrics: Metrics
+    started: float
+    """Seconds since 1970."""
+    idempotent_admission: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Looking a key up and inserting it are one step."""
+    background: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.info.model.vocab_size, self.info.max_model_len)
+
+    def start_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something that no answer waits for; what goes wrong in it is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
+        self.background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a request in the background failed", exc_info=task.exception())
