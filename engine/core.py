@@ -242,9 +242,7 @@ class EngineCore:
         failure = SaveError("io_error", "the save failed")
         return self._drop(broken, "error", failure, failure)
 
-    def _drop(
-        self, sequences: List[Sequence], reason: FinishReason, error: EngineError, save_error: SaveError
-    ) -> list[RequestOutput]:
+    def _drop(self, sequences: List[Sequence], reason: FinishReason, error: EngineError, save_error: SaveError) -> list[RequestOutput]:
         """Takes sequences out before they are done. Those whose text was done already hear of it through their save."""
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]

@@ -158,9 +158,9 @@ class Engine:
         return job
 
     def _add(self, request: EngineRequest, job: SaveJob | None) -> None:
-        self._core.add(request, job)
         with self._changed:
             self._num_arriving -= 1
+        self._core.add(request, job)
 
     def _save_ended(self, save_id: str) -> None:
         request_id, _ = self._saves.pop(save_id)

@@ -64,21 +64,16 @@ class Scheduler:
         """
         self._step += 1
         plan = StepPlan(self._max_batch_tokens, self._max_capture_rows, {}, [])
-        first, rest = self._in_turn()
-        self._plan_running(plan, first)
+        for sequence, at_most in self._in_turn():
+            if sequence in self.running:
+                self._plan_chunk(plan, sequence, at_most)
         ready, blocked = ([], False) if plan.preempted else self._admit(plan)
-        self._plan_running(plan, rest)
         if blocked and plan.starved:
             self._preempt(plan, max(plan.starved, key=lambda s: s.order))
         return list(plan.chunks.values()), ready
 
-    def _plan_running(self, plan: StepPlan, turns: list[tuple[Sequence, int]]) -> None:
-        for sequence, at_most in turns:
-            if sequence in self.running:
-                self._plan_chunk(plan, sequence, at_most)
-
-    def _in_turn(self) -> tuple[list[tuple[Sequence, int]], list[tuple[Sequence, int]]]:
-        """Running sequences with the tokens each may have at most, and those that get what new ones leave over.
+    def _in_turn(self) -> list[tuple[Sequence, int]]:
+        """Running sequences with the tokens each may have at most.
 
         Single tokens first, those that have waited longest before the others, so that long prompts don't hold them up; but a quarter
         of the step is left to prompts, running or waiting, so that many single tokens don't hold those up either.
@@ -89,8 +84,8 @@ class Scheduler:
         prompts.sort(key=lambda s: s.order)
         limit = self._max_batch_tokens
         startable = self.waiting and len(self.running) < self._max_running
-        room = max(1, limit - limit // 4) if prompts or startable else limit
-        return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts], [(s, 1) for s in singles[room:]]
+        room = max(1, limit - max(1, limit // 4)) if prompts or startable else limit
+        return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts]
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
         start = sequence.num_computed

@@ -124,8 +124,24 @@ def _body_hash(raw_body: Any) -> str:  # noqa: ANN401 - any JSON value
 async def admit(services: Services, plan: Plan) -> Generation | Replay:
     """Starts a plan: claims its files, inserts its records, submits it; or finds that all that has been done before.
 
-    Raises `ServiceError` or an `EngineError`; nothing is held and no record is left then.
+    Raises `ServiceError` or an `EngineError`; nothing is held and no record is left then. A caller that is cancelled meanwhile
+    doesn't leave half of it behind: the admission goes on to its end and is given up there.
     """
+    admission = asyncio.get_running_loop().create_task(_admit(services, plan))
+    services.keep(admission)
+    try:
+        return await asyncio.shield(admission)
+    except asyncio.CancelledError:
+        admission.add_done_callback(_give_up)
+        raise
+
+
+def _give_up(admission: "asyncio.Task[Generation | Replay]") -> None:
+    if not admission.cancelled() and admission.exception() is None and isinstance(started := admission.result(), Generation):
+        started.close("aborted")
+
+
+async def _admit(services: Services, plan: Plan) -> Generation | Replay:
     if plan.idempotency_key is None:
         return await _start(services, plan)
     async with services.idempotent_admission:

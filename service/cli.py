@@ -104,10 +104,10 @@ def verify_command(argv: Sequence[str]) -> int:
 
 
 def models_command(argv: Sequence[str]) -> int:
-    from engine.models.source import default_cache
+    from service.settings import load_settings
 
-    _parser("models", "Lists the models that have been prepared in the cache.").parse_args(argv)
-    cache = default_cache()
+    _parser("models", "Lists the models that have been prepared in the state directory.").parse_args(argv)
+    cache = load_settings({}, None).state_dir / "models"
     folders = sorted(path.parent for path in cache.glob("*/config.json"))
     print("\n".join(str(folder) for folder in folders) if folders else f"no models in {cache}")
     return 0

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from engine.errors import ConfigError
+from engine.models.source import default_cache, resolve_model
 from service.demo_client import RequestFailed, complete, get_json, get_text, wait_for_save
 from service.demo_report import completion_lines, file_lines, metric_lines
 from service.launcher import LaunchError, ServiceProcess
@@ -43,7 +45,7 @@ def run_demo(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _say("\nInterrupted; the service has been stopped.")
         return 1
-    except (LaunchError, RequestFailed, OSError) as error:
+    except (ConfigError, LaunchError, RequestFailed, OSError) as error:
         _complain(error, service)
         return 1
     return 0
@@ -63,8 +65,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _service(options: argparse.Namespace, serve_arguments: Sequence[str], state_dir: str) -> ServiceProcess:
-    # Defaults first, so that what the user says stands.
+    # Defaults first, so that what the user says stands. The model is prepared here, where it is kept for later services: the
+    # demonstration's own state directory goes with it.
     arguments = ["--port", "0", "--state-dir", state_dir, "--save-root", str(options.save_root), *serve_arguments]
+    if not any(argument.split("=")[0] == "--model" for argument in serve_arguments):
+        source = resolve_model(None, cache=default_cache(), progress=lambda line: _say(f"  | {line}"))
+        arguments = ["--model", str(source.folder), "--served-model-name", source.name, *arguments]
     return ServiceProcess(arguments, on_line=lambda line: _say(f"  | {line}"))
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+import yaml
 
 from service.app import create_app
 from service.settings import Settings

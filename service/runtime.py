@@ -11,7 +11,7 @@ from engine.api import EngineAPI
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.layers import LayerId, default_layers, resolve_layers
-from engine.models.source import ModelSource, default_cache, resolve_model
+from engine.models.source import ModelSource, resolve_model
 from engine.stats import EngineListener
 from service.collector import EngineEvents
 from service.errors import NotServing
@@ -77,7 +77,8 @@ class Runtime:
         loop, settings = asyncio.get_running_loop(), self.settings
         umask = _process_umask() if settings.umask is None else settings.umask
         roots, registry = await asyncio.to_thread(self._open_files)
-        source = await asyncio.to_thread(resolve_model, settings.model, cache=default_cache(), progress=log.info)
+        models = self.settings.state_dir / "models"
+        source = await asyncio.to_thread(resolve_model, self.settings.model, cache=models, progress=log.info)
         saver = Saver(registry, roots, self.metrics, umask, loop)
         events = EngineEvents(self.metrics)
         events.bind(loop, saver.on_event, self._engine_died)

@@ -55,10 +55,15 @@ class Services:
     def start_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that no answer waits for; what goes wrong in it is logged."""
         task = asyncio.get_running_loop().create_task(work)
-        self.background.add(task)
-        task.add_done_callback(self._background_ended)
+        self.keep(task)
+        task.add_done_callback(_log_failure)
 
-    def _background_ended(self, task: asyncio.Task[Any]) -> None:
-        self.background.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a request in the background failed", exc_info=task.exception())
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Holds a task until it has ended: the event loop itself doesn't. The service's end waits for it."""
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a request in the background failed", exc_info=task.exception())

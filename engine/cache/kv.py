@@ -18,8 +18,9 @@ class KVGroup:
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device, *, poison: bool = False) -> None:
         self.spec = spec
         shape = (len(spec.layers), num_blocks, spec.block_size, spec.kind.num_kv_heads, spec.kind.head_dim)
-        self.keys = torch.zeros(shape, dtype=spec.dtype, device=device)
-        self.values = torch.zeros(shape, dtype=spec.dtype, device=device)
+        # Left undefined: filling would touch all the memory at start, and nothing is read that wasn't written.
+        self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.values = torch.empty(shape, dtype=spec.dtype, device=device)
         self.pool = BlockPool(num_blocks, self._fill_with_nan if poison else None)
         if poison:
             self.keys.fill_(torch.nan)

@@ -30,7 +30,8 @@ class StateStore:
         self, num_pages: int, page_size: int, width: int, dtype: torch.dtype, *, pinned: bool = False, poison: bool = False
     ) -> None:
         self.page_size = page_size
-        self.pages = torch.zeros(num_pages, page_size, width, dtype=dtype, pin_memory=pinned)
+        # Left undefined: filling would touch all the memory at start, and nothing is read that wasn't written.
+        self.pages = torch.empty(num_pages, page_size, width, dtype=dtype, pin_memory=pinned)
         self.rows = self.pages.view(num_pages * page_size, width)
         self.pool = BlockPool(num_pages, self._fill_with_nan if poison else None)
         self._reserving: list[Reserving] = []

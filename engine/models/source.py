@@ -37,9 +37,9 @@ class ModelSource:
 
 
 def default_cache() -> Path:
-    """Where prepared models are kept: `strata/models` in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "strata" / "models"
+    """Where prepared models are kept unless a service is given a folder of its own: `strata/models` in the user's data directory."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "strata" / "models"
 
 
 def _silent(_: str) -> None:

@@ -105,10 +105,10 @@ class TestResolve:
         assert lines == []
 
     def test_the_cache_follows_the_users_settings(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", "/some/where")
+        monkeypatch.setenv("XDG_DATA_HOME", "/some/where")
         assert default_cache() == Path("/some/where/strata/models")
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        assert default_cache() == Path.home() / ".cache" / "strata" / "models"
+        monkeypatch.delenv("XDG_DATA_HOME")
+        assert default_cache() == Path.home() / ".local" / "share" / "strata" / "models"
 
 
 class TestHub:

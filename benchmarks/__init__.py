@@ -1,0 +1,1 @@
+"""Measures Strata over HTTP against a plain transformers script: `python -m benchmarks --help`."""

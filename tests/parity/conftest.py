@@ -1,0 +1,122 @@
+"""Tiny random models of every family, saved as checkpoints, with transformers' float32 results as the reference."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+}
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+FAMILY_SETTINGS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+    "gemma3": {
+        "head_dim": 24,
+        "num_hidden_layers": 6,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 20,
+        "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+}
+
+
+@dataclass(frozen=True)
+class ReferenceStates:
+    """transformers' results for one prompt, in our layer ids."""
+
+    layers: list[torch.Tensor]  # ids 0 … N, the last before the final norm: [tokens, width] each
+    norm: torch.Tensor  # [tokens, width]
+    logits: torch.Tensor  # [tokens, vocab]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A saved checkpoint and the float32 transformers model that it was saved from."""
+
+    folder: Path
+    reference: PreTrainedModel
+
+    @torch.inference_mode()
+    def states(self, token_ids: list[int]) -> ReferenceStates:
+        """One forward over the whole prompt; the un-normed last layer is caught at the final norm's input."""
+        caught: list[torch.Tensor] = []
+        handle = self.reference.model.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0][0]))
+        output = self.reference(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
+        handle.remove()
+        layers = [state[0] for state in output.hidden_states[:-1]]
+        return ReferenceStates([*layers, caught[0]], output.hidden_states[-1][0], output.logits[0])
+
+
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Weights that a missing term can't hide behind: norms away from one, biases away from zero, attention far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if "norm" in name:
+            weight.data = noise.mul(0.3).add(0.0 if "Gemma" in type(model).__name__ else 1.0)
+        elif weight.dim() == 1:
+            weight.data = noise.mul(0.3)
+        else:
+            gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+            weight.data = noise.mul(1.0 if "embed" in name else gain / math.sqrt(weight.shape[1]))
+    model.tie_weights()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyModel]:
+    """`tiny_model(family, max_shard_size=…, **settings)`: made once per set of arguments."""
+    made: dict[str, TinyModel] = {}
+
+    def make(family: str, *, max_shard_size: str = "1GB", seed: int = 0, **settings: object) -> TinyModel:
+        key = json.dumps([family, max_shard_size, seed, settings], sort_keys=True)
+        if key not in made:
+            config_class, model_class = CLASSES[family]
+            config = config_class(**{**SHAPE, **FAMILY_SETTINGS[family], **settings}, attn_implementation="eager")
+            reference = model_class(config).eval()
+            randomise(reference, seed)
+            folder = tmp_path_factory.mktemp(family)
+            reference.save_pretrained(folder, max_shard_size=max_shard_size)
+            made[key] = TinyModel(folder, reference)
+        return made[key]
+
+    return make

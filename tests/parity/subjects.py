@@ -1,0 +1,40 @@
+"""Checkpoints and prompts for the comparison with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.parity.ways import Subject, compute_known
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+
+STORY = """The harbour master kept two ledgers. In the first he wrote what came in: grain from the south, timber, salt in grey
+sacks, once a piano that nobody had ordered. In the second he wrote the weather, and it was the second that the town came to read.
+On the ninth of March the glass fell all morning. By noon the gulls had gone inland, and the old men who mended nets on the quay
+folded their stools without a word. "It will be a north-easter," said the pilot's daughter, who was eleven and had never been wrong.
+The harbour master wet his pencil and looked at the sky, which was the colour of slate, and at the three boats that were still out.
+He counted them again. Then he lit the lamp at the end of the mole, four hours early, wrote the hour beside it, and went to ring
+the bell. Of what followed there is nothing in the first ledger. The second gives it one line, in a hand that is not quite steady."""
+
+
+def tiny_subject(folder: Path, reference: PreTrainedModel, *, all_windowed: bool) -> Subject:
+    """Three random prompts; the first two share 27 tokens, more than any of the tiny windows."""
+    generator = torch.Generator().manual_seed(7)
+    first, second, third = (torch.randint(3, 97, (length,), generator=generator).tolist() for length in (52, 22, 37))
+    return Subject(folder, [compute_known(reference, prompt) for prompt in (first, first[:27] + second, third)], all_windowed)
+
+
+def real_subject(folder: Path, *, lengths: tuple[int, int, int], num_shared: int) -> Subject:
+    """A real checkpoint with three prompts of English text; the first two share `num_shared` tokens."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    token_ids = tokenizer.encode(STORY).ids
+    token_ids = token_ids * (1 + sum(lengths) // len(token_ids))
+    first = token_ids[: lengths[0]]
+    second = first[:num_shared] + token_ids[lengths[0] : lengths[0] + lengths[1] - num_shared]
+    third = token_ids[20 : 20 + lengths[2]]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return Subject(folder, [compute_known(reference, prompt) for prompt in (first, second, third)])

@@ -1,0 +1,340 @@
+"""Every family and rope variant against transformers in float32, row by row and layer by layer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.cache.spec import LayerKV
+from engine.errors import ModelError
+from engine.models.base import AttentionOptions, ForwardBatch, Model
+from engine.models.loader import load_model, read_model_config
+
+if TYPE_CHECKING:
+    from tests.parity.conftest import ReferenceStates, TinyModel
+
+MakeModel = Callable[..., "TinyModel"]
+
+ROW_TOLERANCE = 1e-5
+"""Relative L2 error of any single row."""
+LAYER_TOLERANCE = 4e-6
+"""Largest error of a layer over its largest value."""
+LENGTHS = (23, 1, 40, 7)
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + 0.7 * i for i in range(8)],
+    "original_max_position_embeddings": 32,
+}
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+
+
+class DenseAttention:
+    """Whole sequences, each attended naively: the plainest reading of the protocol."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+        self.rows: list[int] = []
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        assert layer == len(self.rows)
+        self.rows.append(query.shape[0])
+        lengths = [length for i, length in enumerate(self.lengths) if sum(self.lengths[: i + 1]) <= query.shape[0]]
+        parts = [states.split(lengths) for states in (query, key, value)]
+        return torch.cat([_attend_one(q, k, v, options) for q, k, v in zip(*parts, strict=True)])
+
+
+def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * options.scale
+    distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
+    hidden = distance < 0
+    if options.window is not None:
+        hidden |= distance >= options.window
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 97, (length,), generator=generator).tolist() for length in lengths]
+
+
+def run(model: Model, sequences: Sequence[list[int]], rows_at_layer: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """The captured states: ids 0 … the deepest that ran."""
+    lengths = [len(sequence) for sequence in sequences]
+    states: list[torch.Tensor] = []
+    batch = ForwardBatch(
+        token_ids=torch.tensor([token for sequence in sequences for token in sequence]),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        rows_at_layer=rows_at_layer if rows_at_layer is not None else [sum(lengths)] * model.config.num_layers,
+        attention=DenseAttention(lengths),
+        capture=lambda layer, hidden: states.insert(layer, hidden),
+    )
+    last = model.forward(batch)
+    assert last.shape == (batch.rows_at_layer[-1], model.config.hidden_size)
+    assert torch.equal(last, states[-1][: len(last)])
+    return states
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype == torch.float32
+    assert actual.shape == expected.shape
+    error = actual - expected
+    assert (error.norm(dim=-1) / expected.norm(dim=-1)).max().item() <= ROW_TOLERANCE
+    assert (error.abs().max() / expected.abs().max()).item() <= LAYER_TOLERANCE
+
+
+def assert_equals_reference(model: Model, states: Sequence[torch.Tensor], references: Sequence[ReferenceStates]) -> None:
+    assert len(states) == model.config.num_layers + 1
+    for layer, hidden in enumerate(states):
+        assert_close(hidden, torch.cat([reference.layers[layer] for reference in references]))
+    normed = model.final_norm(states[-1])
+    assert_close(normed, torch.cat([reference.norm for reference in references]))
+    assert_close(model.logits(normed), torch.cat([reference.logits for reference in references]))
+
+
+def load(folder: Path, max_model_len: int | None = None) -> Model:
+    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=max_model_len)
+
+
+def check(tiny: TinyModel, lengths: Sequence[int] = LENGTHS, max_model_len: int | None = None) -> None:
+    sequences = prompts(lengths)
+    model = load(tiny.folder, max_model_len)
+    assert_equals_reference(model, run(model, sequences), [tiny.states(sequence) for sequence in sequences])
+
+
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases, wide heads": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama, one head for each query": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    "llama, gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama, relu": ("llama", {"hidden_act": "relu"}),
+    "mistral, window": ("mistral", {}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, upper layers slide": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2, layer types": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3, bias, window": (
+        "qwen3",
+        {"attention_bias": True, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "gemma3": ("gemma3", {}),
+    "gemma3, untied, biases, soft cap, scaled": (
+        "gemma3",
+        {"tie_word_embeddings": False, "attention_bias": True, "final_logit_softcapping": 3.0, "rope_parameters": GEMMA_ROPES},
+    ),
+    "gemma3, pattern": ("gemma3", {"layer_types": None, "sliding_window_pattern": 4}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 3.0}}),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "yarn": ("qwen2", {"rope_parameters": YARN}),
+    "yarn, all settings": (
+        "llama",
+        {"rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False}},
+    ),
+    "yarn, attention factor": ("qwen3", {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "longrope, attention factor": ("llama", {"rope_parameters": {**LONGROPE, "attention_factor": 1.25}}),
+}
+LONG_ONLY = {"longrope, attention factor": (40, 33, 47)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_of_every_layer_equals_transformers(tiny_model: MakeModel, case: str) -> None:
+    family, settings = CASES[case]
+    check(tiny_model(family, **settings), LONG_ONLY.get(case, LENGTHS))
+
+
+def test_longrope_uses_the_short_set_where_the_limit_is_the_original_context(tiny_model: MakeModel) -> None:
+    check(tiny_model("llama", rope_parameters=LONGROPE), (32, 5, 17), max_model_len=32)
+
+
+def test_longrope_uses_the_long_set_where_the_limit_is_above_the_original_context(tiny_model: MakeModel) -> None:
+    check(tiny_model("llama", rope_parameters=LONGROPE), (48,), max_model_len=48)
+
+
+def test_dynamic_is_unscaled_up_to_the_original_context(tiny_model: MakeModel) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    check(tiny_model("llama", rope_parameters=rope, max_position_embeddings=32), (32, 3), max_model_len=32)
+
+
+def test_dynamic_is_scaled_for_the_limit_that_the_server_runs_with(tiny_model: MakeModel) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    check(tiny_model("llama", seed=1, rope_parameters=rope, max_position_embeddings=32), (60,), max_model_len=60)
+
+
+def test_a_sharded_checkpoint_equals_transformers(tiny_model: MakeModel) -> None:
+    tiny = tiny_model("qwen3", max_shard_size="60KB")
+    assert not (tiny.folder / "model.safetensors").exists()
+    assert len(list(tiny.folder.glob("model-*.safetensors"))) > 2
+    check(tiny)
+
+
+def test_a_checkpoint_of_another_dtype_is_converted(tiny_model: MakeModel, tmp_path: Path) -> None:
+    tiny = tiny_model("gemma3")
+    folder = shutil.copytree(tiny.folder, tmp_path / "half")
+    weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    save_file({name: weight.float() for name, weight in weights.items()}, (tmp_path / "same.safetensors"))
+    wide = shutil.copytree(folder, tmp_path / "wide")
+    shutil.copy(tmp_path / "same.safetensors", wide / "model.safetensors")
+    sequences = prompts((12,))
+    for half, full in zip(run(load(folder), sequences), run(load(wide), sequences), strict=True):
+        assert torch.equal(half, full)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_bfloat16_rows_stay_near_transformers_in_bfloat16(tiny_model: MakeModel, family: str) -> None:
+    tiny = tiny_model(family, seed=2, hidden_size=96)  # the square root of the width isn't a bfloat16
+    reference = type(tiny.reference).from_pretrained(tiny.folder, dtype=torch.bfloat16, attn_implementation="eager")
+    model = load_model(tiny.folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+    [sequence] = prompts((20,))
+    states = run(model, [sequence])
+    expected = reference(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+    assert torch.equal(states[0], expected[0][0])
+    for actual, wanted in zip(states[1:-1], expected[1:-1], strict=True):
+        assert actual.dtype == torch.bfloat16
+        error = actual.float() - wanted[0].float()
+        assert (error.norm(dim=-1) / wanted[0].float().norm(dim=-1)).max().item() <= 0.02
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_narrowed_rows_equal_those_of_the_whole_batch(tiny_model: MakeModel, family: str) -> None:
+    tiny = tiny_model(family)
+    sequences = prompts((11, 4, 9))
+    model = load(tiny.folder)
+    rows = [24, 15, 15, 11, 11, 11][: model.config.num_layers]
+    references = [tiny.states(sequence) for sequence in sequences]
+    states = run(model, sequences, rows)
+    assert [len(hidden) for hidden in states] == [24, *rows]
+    for layer, hidden in enumerate(states):
+        assert_close(hidden, torch.cat([reference.layers[layer] for reference in references])[: len(hidden)])
+
+
+def test_layers_that_nobody_needs_do_not_run(tiny_model: MakeModel) -> None:
+    model = load(tiny_model("llama").folder)
+    states = run(model, prompts((5, 3)), [5, 0, 0])
+    assert [len(hidden) for hidden in states] == [8, 5]
+
+
+def test_only_embeddings(tiny_model: MakeModel) -> None:
+    tiny = tiny_model("gemma3")
+    [sequence] = prompts((6,))
+    [embeddings] = run(load(tiny.folder), [sequence], [0] * 6)
+    assert_close(embeddings, tiny.states(sequence).layers[0])
+
+
+def test_captured_states_are_not_written_again(tiny_model: MakeModel) -> None:
+    model = load(tiny_model("llama").folder)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    batch = ForwardBatch(
+        token_ids=torch.arange(9),
+        positions=torch.arange(9),
+        rows_at_layer=[9, 9, 9],
+        attention=DenseAttention([9]),
+        capture=lambda _, hidden: held.append((hidden, hidden.clone())),
+    )
+    model.forward(batch)
+    assert all(torch.equal(now, then) for now, then in held)
+
+
+def test_kv_layers_say_which_layers_slide(tiny_model: MakeModel) -> None:
+    sliding, full = LayerKV(2, 24, 7), LayerKV(2, 24)
+    assert load(tiny_model("gemma3").folder).kv_layers() == [sliding, sliding, full] * 2
+
+
+def test_a_tied_head_shares_the_embedding(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Also where the file stores both; and where they differ they stay apart, as in transformers."""
+    tiny = tiny_model("llama", tie_word_embeddings=True)
+    stored = load_file(tiny.folder / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    same = _with_head(tiny.folder, tmp_path / "same", stored["model.embed_tokens.weight"].clone())
+    other = _with_head(tiny.folder, tmp_path / "other", stored["model.embed_tokens.weight"] * 2)
+    normed = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
+    expected = load(tiny.folder).logits(normed)
+    assert torch.equal(load(same).logits(normed), expected)
+    assert torch.equal(load(other).logits(normed), expected * 2)
+
+
+def _with_head(source: Path, folder: Path, head: torch.Tensor) -> Path:
+    shutil.copytree(source, folder)
+    stored = load_file(folder / "model.safetensors")
+    save_file({**stored, "lm_head.weight": head}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_tied_checkpoint_that_stores_only_the_head_loads(tiny_model: MakeModel, tmp_path: Path) -> None:
+    tiny = tiny_model("llama", tie_word_embeddings=True)
+    folder = shutil.copytree(tiny.folder, tmp_path / "head")
+    stored = load_file(folder / "model.safetensors")
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    save_file(stored, folder / "model.safetensors")
+    [sequence] = prompts((8,))
+    assert_equals_reference(load(folder), run(load(folder), [sequence]), [tiny.states(sequence)])
+
+
+def test_the_hub_form_of_a_configuration_gives_the_same_rows(tiny_model: MakeModel, tmp_path: Path) -> None:
+    tiny = tiny_model("gemma3", rope_parameters=GEMMA_ROPES)
+    folder = shutil.copytree(tiny.folder, tmp_path / "hub")
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("rope_parameters", "layer_types", "dtype"):
+        config.pop(name)
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    config |= {"rope_theta": 1e6, "rope_local_base_freq": 1e3, "rope_scaling": scaling, "sliding_window_pattern": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_model_config(folder).checkpoint_dtype == torch.bfloat16
+    [sequence] = prompts((30,))
+    assert_equals_reference(load(folder), run(load(folder), [sequence]), [tiny.states(sequence)])
+
+
+def test_progress_counts_up_to_the_size_of_the_checkpoint(tiny_model: MakeModel) -> None:
+    calls: list[tuple[int, int]] = []
+    tiny = tiny_model("llama")
+    load_model(tiny.folder, device=torch.device("cpu"), dtype=torch.float32, progress=lambda *call: calls.append(call))
+    done = [call[0] for call in calls]
+    total = sum(weight.numel() * 4 for weight in load_file(tiny.folder / "model.safetensors").values())
+    assert done == sorted(done)
+    assert calls[-1] == (total, total)
+
+
+def test_positions_beyond_the_limit_are_not_answered(tiny_model: MakeModel) -> None:
+    model = load(tiny_model("llama").folder, max_model_len=8)
+    with pytest.raises(IndexError):
+        run(model, prompts((9,)))
+
+
+def test_an_unsupported_architecture_names_the_supported_ones(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, .*Gemma3ForCausalLM"):
+        load(tmp_path)

@@ -1,0 +1,61 @@
+"""Every row of every layer, and the text, against transformers in float32, however the request was run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.parity.subjects import FAMILIES, real_subject, tiny_subject
+from tests.parity.ways import WAYS, Errors, Subject, Workbench, compare, table
+
+TINY_ROW, TINY_LAYER = 1e-5, 5e-6
+"""Relative L2 error of a single row, and error over the layer's largest value."""
+REAL_ROW, REAL_LAYER = 3e-5, 2e-5
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[dict[tuple[str, str], Errors]]:
+    """What was measured; `pytest -s` shows it."""
+    errors: dict[tuple[str, str], Errors] = {}
+    yield errors
+    print("\n" + table(errors))
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Callable[..., object]) -> Callable[[str], Subject]:
+    made: dict[str, Subject] = {}
+
+    def make(family: str) -> Subject:
+        if family not in made:
+            model = tiny_model(family)
+            made[family] = tiny_subject(model.folder, model.reference, all_windowed=family == "mistral")
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_folder: Path) -> Subject:
+    return real_subject(smollm2_folder, lengths=(196, 150, 60), num_shared=90)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_and_text_of_a_tiny_model_equal_transformers(
+    family: str, way: str, tiny: Callable[[str], Subject], measured: dict[tuple[str, str], Errors], tmp_path: Path
+) -> None:
+    subject = tiny(family)
+    errors = measured[family, way] = compare(subject, WAYS[way](Workbench(subject, tmp_path)))
+    assert 0 < errors.row <= TINY_ROW
+    assert 0 < errors.layer <= TINY_LAYER
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_and_text_of_smollm2_equal_transformers(
+    way: str, smollm2: Subject, measured: dict[tuple[str, str], Errors], tmp_path: Path
+) -> None:
+    errors = measured["SmolLM2", way] = compare(smollm2, WAYS[way](Workbench(smollm2, tmp_path)))
+    assert 0 < errors.row <= REAL_ROW
+    assert 0 < errors.layer <= REAL_LAYER

@@ -1,0 +1,45 @@
+"""Block names: equal for equal beginnings, and for nothing else."""
+
+from __future__ import annotations
+
+import struct
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cache.chain import HashChain
+
+TOKENS = st.lists(st.integers(0, 2), max_size=12)
+
+
+@given(first=TOKENS, second=TOKENS, size=st.integers(1, 4), salts=st.tuples(*[st.sampled_from(["", "a"])] * 2))
+def test_names_are_equal_just_where_tokens_and_salt_are(first: list[int], second: list[int], size: int, salts: tuple[str, str]) -> None:
+    one, other = HashChain(first, size, salts[0]), HashChain(second, size, salts[1])
+    for i in range(min(one.num_full_blocks, other.num_full_blocks)):
+        equal = first[: (i + 1) * size] == second[: (i + 1) * size] and salts[0] == salts[1]
+        assert (one.link(i)[0] == other.link(i)[0]) == equal
+
+
+def test_equal_blocks_at_different_places_have_different_names() -> None:
+    chain = HashChain([1, 2, 1, 2, 1, 2], 2)
+    assert len({chain.link(i)[0] for i in range(3)}) == 3
+    assert len({chain.link(i)[1] for i in range(3)}) == 1
+
+
+def test_block_sizes_give_names_of_their_own() -> None:
+    assert HashChain([1, 2, 3, 4], 2).link(1)[0] != HashChain([1, 2, 3, 4], 4).link(0)[0]
+
+
+def test_only_full_blocks_have_names_and_new_ones_follow_as_the_tokens_grow() -> None:
+    tokens = [5, 6, 7]
+    chain = HashChain(tokens, 2)
+    assert chain.num_full_blocks == 1
+    first = chain.link(0)
+    tokens.append(8)
+    assert chain.num_full_blocks == 2
+    assert chain.link(1)[0] == HashChain([5, 6, 7, 8], 2).link(1)[0]
+    assert chain.link(0) == first
+
+
+def test_names_carry_the_tokens_of_their_block() -> None:
+    assert HashChain([1, 2, 300_000, 4], 2).link(1)[1] == struct.pack("<2q", 300_000, 4)
