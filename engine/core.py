@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import Batch, build_batch
+from engine.batch import Batch
 from engine.cache.chain import HashChain
 from engine.cache.kv import KVCache
 from engine.cache.states import StateStore
@@ -23,9 +23,10 @@ from engine.sampler import SampledToken
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineListener
+from engine.steps import StepExecutor
 
 _FAILED_STEPS_IN_A_ROW = 3
-"""After so many the engine is taken to be broken."""
+"""After so many in which nothing at all could be computed the engine is taken to be broken."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,9 @@ class EngineCore:
     def __init__(self, parts: CoreParts, listener: EngineListener, release: Callable[[List[int]], None]) -> None:
         self.scheduler = parts.scheduler
         self.num_computed_tokens = 0
+        self.num_step_failures = 0
         self._parts = parts
+        self._steps = StepExecutor(parts.runner, parts.limits.num_layers, parts.device)
         self._listener = listener
         self._release = release
         self._sequences: dict[str, Sequence] = {}
@@ -65,9 +68,14 @@ class EngineCore:
         return bool(self._sequences)
 
     def add(self, request: EngineRequest, job: Job | None) -> None:
-        """Queues a request that `RequestLimits` has let through."""
+        """Queues a request that `RequestLimits` has let through. One that can't be taken in fails alone."""
         self._arrivals += 1
-        sequence = self._new_sequence(request, job)
+        try:
+            sequence = self._new_sequence(request, job)
+        except Exception as error:
+            _log.exception("request %s could not be taken in", request.request_id)
+            self._refuse(request, job, StepFailed(f"the request could not be taken in: {type(error).__name__}"))
+            return
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
 
@@ -77,13 +85,15 @@ class EngineCore:
         if request_id in self._writing:
             self._writing.pop(request_id).cancel(reason)
         elif request_id in self._sequences:
-            outputs = self._drop([self._sequences[request_id]], "abort", RequestAborted("the request was aborted"), reason)
+            outputs = self._drop(self._sequences[request_id], "abort", RequestAborted("the request was aborted"), reason)
             self._listener.on_step(outputs, 0, 0.0)
 
     def fail_all(self, error: EngineError) -> None:
         """Answers every request with the error and fails what is being written."""
         reason = SaveError("engine_error", str(error))
-        outputs = self._drop(list(self._sequences.values()), "error", error, reason)
+        outputs: list[RequestOutput] = []
+        for sequence in list(self._sequences.values()):
+            outputs += self._drop(sequence, "error", error, reason)
         for request_id in list(self._writing):
             self._writing.pop(request_id).cancel(reason)
         self._listener.on_step(outputs, 0, 0.0)
@@ -100,7 +110,7 @@ class EngineCore:
 
         Raises `StepFailed` once steps keep failing.
         """
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self.num_computed_tokens
         outputs = self._end_failed_saves()
         chunks, ready = self.scheduler.schedule()
         for sequence in ready:
@@ -108,8 +118,7 @@ class EngineCore:
         if chunks:
             outputs += self._run(chunks)
         if outputs or chunks:
-            num_tokens = sum(chunk.count for chunk in chunks)
-            self._listener.on_step(outputs, num_tokens, time.perf_counter() - started)
+            self._listener.on_step(outputs, self.num_computed_tokens - before, time.perf_counter() - started)
         if self._failed_steps >= _FAILED_STEPS_IN_A_ROW:
             raise StepFailed(f"{self._failed_steps} steps in a row have failed")
         return bool(chunks or ready)
@@ -155,21 +164,28 @@ class EngineCore:
         )
 
     def _run(self, chunks: List[Chunk]) -> list[RequestOutput]:
-        batch = build_batch(chunks, self._parts.limits.num_layers)
-        try:
-            result = self._parts.runner.execute(batch)
-        except Exception as error:
-            return self._step_failed(chunks, error)
-        self._failed_steps = 0
-        self.num_computed_tokens += batch.num_tokens
-        return self._update(batch, result)
+        outcome = self._steps.run(chunks)
+        self._failed_steps = 0 if outcome.computed else self._failed_steps + 1
+        self.num_step_failures += outcome.raised
+        self.num_computed_tokens += outcome.num_tokens
+        if outcome.ran_out_of_memory:
+            self.scheduler.use_fewer_tokens(sum(chunk.count for chunk in chunks))
+        else:
+            self.scheduler.use_more_tokens()
+        outputs: list[RequestOutput] = []
+        for batch, result in outcome.computed:
+            outputs += self._update(batch, result)
+        for chunk, fault in outcome.failed:
+            outputs += self._fail(chunk.sequence, StepFailed(str(fault)))
+        return outputs
 
-    def _step_failed(self, chunks: List[Chunk], error: Exception) -> list[RequestOutput]:
-        self._failed_steps += 1
-        _log.exception("a step over %d requests failed", len(chunks))
-        failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
-        reason = SaveError("engine_error", str(failure))
-        return self._drop([chunk.sequence for chunk in chunks], "error", failure, reason)
+    def _fail(self, sequence: Sequence, error: EngineError) -> list[RequestOutput]:
+        return self._drop(sequence, "error", error, SaveError("engine_error", str(error)))
+
+    def _refuse(self, request: EngineRequest, job: Job | None, error: EngineError) -> None:
+        if job is not None:
+            job.cancel(SaveError("engine_error", str(error)))
+        self._listener.on_step([RequestOutput(request.request_id, finish_reason="error", error=error)], 0, 0.0)
 
     def _update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
         for chunk in batch.chunks:
@@ -194,10 +210,14 @@ class EngineCore:
 
     def _sampled(self, sequence: Sequence, token: SampledToken | EngineError) -> list[RequestOutput]:
         if isinstance(token, EngineError):
-            return self._drop([sequence], "error", token, SaveError("engine_error", str(token)))
+            return self._fail(sequence, token)
         first = not sequence.num_output_tokens
         sequence.token_ids.append(token.token_id)
-        reason, stop_token_id = self._stop_reason(sequence, token.token_id)
+        try:
+            reason, stop_token_id = self._stop_reason(sequence, token.token_id)
+        except BaseException as error:  # foreign code: whatever it is, only this request fails
+            _log.exception("the stop condition of request %s failed", sequence.request.request_id)
+            return self._fail(sequence, StepFailed(f"the stop condition of this request failed: {type(error).__name__}"))
         if reason is not None:
             sequence.generating = False
             sequence.finish_reason = reason
@@ -238,19 +258,19 @@ class EngineCore:
 
     def _end_failed_saves(self) -> list[RequestOutput]:
         """A request whose file can't be written isn't worth computing."""
-        broken = [s for s in self._sequences.values() if s.capture is not None and s.capture.job.failed]
-        failure = SaveError("io_error", "the save failed")
-        return self._drop(broken, "error", failure, failure)
+        outputs: list[RequestOutput] = []
+        for sequence in list(self._sequences.values()):
+            error = None if sequence.capture is None else sequence.capture.job.error
+            if error is not None:
+                outputs += self._drop(sequence, "error", error, error)
+        return outputs
 
-    def _drop(self, sequences: List[Sequence], reason: FinishReason, error: EngineError, save_error: SaveError) -> list[RequestOutput]:
-        """Takes sequences out before they are done. Those whose text was done already hear of it through their save."""
-        for sequence in sequences:
-            del self._sequences[sequence.request.request_id]
-            self.scheduler.remove(sequence)
-            if sequence.capture is not None:
-                sequence.capture.cancel(save_error)
-        return [
-            RequestOutput(sequence.request.request_id, finish_reason=reason, error=error, num_cached_tokens=sequence.num_cached)
-            for sequence in sequences
-            if sequence.finish_reason is None
-        ]
+    def _drop(self, sequence: Sequence, reason: FinishReason, error: EngineError, save_error: SaveError) -> list[RequestOutput]:
+        """Takes a sequence out before it is done. Where its text was done already, it is heard of through its save."""
+        del self._sequences[sequence.request.request_id]
+        self.scheduler.remove(sequence)
+        if sequence.capture is not None:
+            sequence.capture.cancel(save_error)
+        if sequence.finish_reason is not None:
+            return []
+        return [RequestOutput(sequence.request.request_id, finish_reason=reason, error=error, num_cached_tokens=sequence.num_cached)]

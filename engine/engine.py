@@ -4,6 +4,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -11,7 +14,7 @@ from engine.api import EngineInfo, EngineState
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import EngineError, EngineUnavailable, QueueFull
+from engine.errors import EngineError, EngineUnavailable, QueueFull, SaveError
 from engine.request import EngineRequest, RequestOutput
 from engine.saves.spec import SaveEvent
 from engine.saves.writer import SaveJob
@@ -50,13 +53,18 @@ class Engine:
     def start(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Loads the model and starts the threads; blocks until the engine is ready. Raises `ConfigError`.
 
-        `progress(done, total)` hears of the bytes of the checkpoint read so far.
+        `progress(done, total)` hears of the bytes of the checkpoint read so far. Raises `EngineUnavailable` where `stop` came first.
         """
         self._parts = build_engine(self._config, self.on_save, progress)
         self.info = self._parts.info
         self._core = EngineCore(self._parts.core, self, self._release_later)
-        self._state = "running"
-        self._thread.start()
+        with self._changed:
+            if self._state == "starting":
+                self._thread.start()
+                self._state = "running"
+                return
+        self._parts.writer.close()
+        raise EngineUnavailable("the engine was stopped while it started")
 
     def submit(self, request: EngineRequest) -> None:
         self._parts.core.limits.check(request)
@@ -94,6 +102,7 @@ class Engine:
             writer_queue_depth=parts.writer.queue_depth,
             bytes_written_total=parts.writer.bytes_written_total,
             write_seconds_total=parts.writer.write_seconds_total,
+            step_failures_total=self._core.num_step_failures,
         )
 
     def drain(self) -> None:
@@ -108,8 +117,10 @@ class Engine:
     def stop(self) -> None:
         """Aborts what is left and ends the threads. Idempotent."""
         with self._changed:
-            was, self._state = self._state, "dead" if self._state == "dead" else "stopped"
-        if was == "starting":
+            started = self._thread.ident is not None
+            if self._state != "dead":
+                self._state = "stopped"
+        if not started:
             return
         self._commands.put(lambda: None)
         self._thread.join()
@@ -117,20 +128,22 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the pools' books don't agree; for tests, with the engine idle."""
-        done = threading.Event()
-        failure: list[AssertionError] = []
+        checked: Future[None] = Future()
 
         def check() -> None:
             try:
                 self._core.check_integrity()
-            except AssertionError as error:
-                failure.append(error)
-            done.set()
+            except Exception as error:
+                checked.set_exception(error)
+            else:
+                checked.set_result(None)
 
         self._commands.put(check)
-        done.wait()
-        if failure:
-            raise failure[0]
+        while self._thread.is_alive() and not checked.done():
+            wait([checked], _IDLE_SECONDS)
+        if not checked.done():
+            raise EngineUnavailable(f"the engine is {self._state}")
+        checked.result()
 
     # The engine hears the core and the writers first, so that it knows what is open.
 
@@ -139,9 +152,15 @@ class Engine:
         self._close(("request", output.request_id) for output in outputs if output.finish_reason is not None)
 
     def on_save(self, event: SaveEvent) -> None:
-        self._listener.on_save(event)
-        if event.status not in ("running", "writing"):
-            self._save_ended(event.save_id)
+        try:
+            self._listener.on_save(event)
+        except BaseException as error:
+            # Whoever waits for this save would never hear of it.
+            self._commands.put(partial(_raise, error))
+            raise
+        finally:
+            if event.status not in ("running", "writing"):
+                self._save_ended(event.save_id)
 
     def on_dead(self, error: BaseException) -> None:
         self._listener.on_dead(error)
@@ -182,12 +201,11 @@ class Engine:
         except BaseException as error:
             self._die(error)
         else:
-            self._drain_commands()
-            self._core.fail_all(EngineUnavailable("the engine has stopped"))
+            self._answer_all(EngineUnavailable("the engine has stopped"))
 
     def _loop(self) -> None:
         progress = True
-        while self._state in ("running", "draining"):
+        while self._state not in ("stopped", "dead"):
             # Without work, or with everything waiting for pages, the next command is what changes that.
             self._run_commands(wait=not (self._core.has_work and progress))
             progress = self._core.step() if self._core.has_work else True
@@ -206,15 +224,35 @@ class Engine:
         _log.critical("the engine is dead", exc_info=error)
         with self._changed:
             self._state = "dead"
-        failure = EngineUnavailable(f"the engine is dead: {type(error).__name__}")
-        self._drain_commands()
-        self._core.fail_all(failure)
-        self._listener.on_dead(error)
+        self._answer_all(EngineUnavailable(f"the engine is dead: {type(error).__name__}"))
+        _guard(lambda: self._listener.on_dead(error))
 
-    def _drain_commands(self) -> None:
-        """Requests that were on their way when the engine died are answered like the others."""
-        while True:
-            try:
-                self._commands.get_nowait()()
-            except queue.Empty:
-                return
+    def _answer_all(self, failure: EngineUnavailable) -> None:
+        """Nobody is left waiting, those included whose requests were on their way, and whatever state the core is in."""
+        with suppress(queue.Empty):
+            while True:
+                _guard(self._commands.get_nowait())
+        _guard(lambda: self._core.fail_all(failure))
+        # What the core has lost sight of, where its books are broken or the listener failed.
+        with self._changed:
+            unanswered = [name for kind, name in self._open if kind == "request"]
+        for request_id in unanswered:
+            self._answer(RequestOutput(request_id, finish_reason="error", error=failure))
+        for _, job in list(self._saves.values()):
+            job.cancel(SaveError("engine_error", str(failure)))
+
+    def _answer(self, output: RequestOutput) -> None:
+        _guard(lambda: self._listener.on_step([output], 0, 0.0))
+        self._close([("request", output.request_id)])
+
+
+def _guard(callback: Callable[[], None]) -> None:
+    """For the end of the engine, which nothing may keep from answering the others."""
+    try:
+        callback()
+    except BaseException:
+        _log.exception("something failed while the engine ended")
+
+
+def _raise(error: BaseException) -> None:
+    raise error

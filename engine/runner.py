@@ -39,7 +39,14 @@ class ModelRunner:
         self._sampler = Sampler(model.config.vocab_size, model.device)
 
     def execute(self, batch: Batch) -> StepResult:
-        """When it returns, every captured row stands in its page."""
+        """When it returns, every captured row stands in its page. When it raises, it may be called again for the same tokens."""
+        try:
+            return self._execute(batch)
+        except BaseException:
+            self._sink.discard()
+            raise
+
+    def _execute(self, batch: Batch) -> StepResult:
         hidden = self._model.forward(self._forward_batch(batch))
         self._capture_norm(batch, hidden)
         scored = self._score_prompts(batch, hidden)

@@ -45,6 +45,7 @@ class Scheduler:
         self._kv = kv
         self._prefixes = prefixes
         self._max_batch_tokens = max_batch_tokens
+        self._batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_capture_rows = max_capture_rows
         self._step = 0
@@ -57,13 +58,21 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._kv.release(sequence.tables)
 
+    def use_fewer_tokens(self, num_tokens: int) -> None:
+        """A step of `num_tokens` has run out of memory: the next ones are at most half as large."""
+        self._batch_tokens = max(1, min(self._batch_tokens, num_tokens) // 2)
+
+    def use_more_tokens(self) -> None:
+        """A step went well: steps grow slowly to their full size again, so that memory doesn't run out at every other one."""
+        self._batch_tokens = min(self._max_batch_tokens, self._batch_tokens + 1 + self._max_batch_tokens // 128)
+
     def schedule(self) -> tuple[list[Chunk], list[Sequence]]:
         """The next step's chunks, and sequences that turned out to need no computation at all.
 
         Running sequences come first (their next tokens before long prompts), then waiting ones while tokens, blocks and pages last.
         """
         self._step += 1
-        plan = StepPlan(self._max_batch_tokens, self._max_capture_rows, {}, [])
+        plan = StepPlan(self._batch_tokens, self._max_capture_rows, {}, [])
         for sequence, at_most in self._in_turn():
             if sequence in self.running:
                 self._plan_chunk(plan, sequence, at_most)
@@ -82,7 +91,7 @@ class Scheduler:
         prompts = [s for s in self.running if s.target - s.num_computed > 1]
         singles.sort(key=lambda s: (s.last_step, s.order))
         prompts.sort(key=lambda s: s.order)
-        limit = self._max_batch_tokens
+        limit = self._batch_tokens
         startable = self.waiting and len(self.running) < self._max_running
         room = max(1, limit - max(1, limit // 4)) if prompts or startable else limit
         return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts]
@@ -141,14 +150,18 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
         """Starts waiting sequences in order. Those that lack pages are passed over, since others may need none.
 
-        Returns sequences that need no computation, and whether one was stopped by a lack of KV blocks.
+        Returns sequences that need no computation, and whether one was stopped by a lack of KV blocks, or of a place among those that
+        run although some of them are starved.
         """
         ready: list[Sequence] = []
         for sequence in list(self.waiting):
-            if plan.tokens_left <= 0 or len(self.running) >= self._max_running:
+            full = len(self.running) >= self._max_running
+            if plan.tokens_left <= 0 or (full and not plan.starved):
                 break
             if sequence.capture is not None and not sequence.capture.can_start():
                 continue
+            if full:
+                return ready, True
             if self._prefixes.answer_from_pages(sequence):
                 ready.append(sequence)
                 continue
@@ -157,7 +170,7 @@ class Scheduler:
             if sequence.done:
                 ready.append(sequence)
             else:
-                self._plan_chunk(plan, sequence, self._max_batch_tokens)
+                self._plan_chunk(plan, sequence, self._batch_tokens)
         return ready, False
 
     def _start(self, sequence: Sequence) -> bool:

@@ -39,6 +39,8 @@ class EngineStats:
     """Jobs handed to the writers and not done yet."""
     bytes_written_total: int
     write_seconds_total: float
+    step_failures_total: int = 0
+    """Steps that raised, also where all their requests could be computed in smaller parts."""
 
 
 class EngineListener(Protocol):

@@ -5,14 +5,17 @@ import hashlib
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.request import EngineRequest
+from engine.limits import saved_rows
+from engine.request import EngineRequest, SamplingParams
+from engine.saves.bound import largest_file
 from engine.saves.spec import SaveTarget
 from service.choice import Choice
-from service.choice_text import ChoiceText, Echo, echo_of
+from service.choice_text import ChoiceText, Echo, chat_logprobs, echo_of, logprobs_object
+from service.deletion import delete_save
 from service.errors import BadRequest, ModelNotFound
 from service.exceptions import Conflict
 from service.extraction import (
@@ -29,9 +32,12 @@ from service.prompts import PreparedPrompt, prepare_prompts
 from service.records import SaveRecord
 from service.sampling import sampling_params
 from service.saving import LiveSave
-from service.schemas.completions import CompletionRequest
+from service.schemas.chat import ChatRequest
+from service.schemas.fields import shown
+from service.schemas.generation import GenerationRequest
 from service.schemas.transfer import PREFIX
 from service.services import Services
+from service.space import Need
 from service.targets import ClaimedTarget
 from service.text_stream import StopStrings
 
@@ -43,12 +49,14 @@ REUSABLE = frozenset({"failed", "cancelled", "expired"})
 class Plan:
     """A body that has been checked against the model; nothing is held for it yet."""
 
-    body: CompletionRequest
+    body: GenerationRequest
     request_id: str
     extraction: Extraction | None
     prompts: list[PreparedPrompt]
     echoes: list[Echo | None]
     body_hash: str | None
+    owner: str | None
+    """Whom the request's API key stands for."""
 
     @property
     def num_choices(self) -> int:
@@ -71,21 +79,27 @@ class Replay:
     records: tuple[SaveRecord, ...]
 
 
-async def make_plan(services: Services, body: CompletionRequest, request_id: str, raw_body: Any) -> Plan:  # noqa: ANN401 - any JSON value
+async def make_plan(
+    services: Services,
+    body: GenerationRequest,
+    request_id: str,
+    raw_body: Any,  # noqa: ANN401 - any JSON value
+    owner: str | None,
+) -> Plan:
     """Tokenizes and checks. Raises `ServiceError` or `InvalidRequest`."""
-    _check_model(services, body)
+    check_model(services, body.model)
     _check_tokenizer(services, body)
     extraction = resolve_extraction(body, services.settings.extract_by_default, services.default_layers, services.info)
     include_last_token = extraction is not None and extraction.params.include_last_token
-    prompts = await prepare_prompts(body, services.tokenizer, services.limits, include_last_token)
-    _check_count(len(prompts) * body.n, services.settings.max_queued)
+    _check_count(body.num_prompts * body.n, services.settings.max_queued)
+    prompts = await prepare_prompts(body, services.prompt_maker, include_last_token)
     if extraction is not None:
         _check_wait(extraction, body)
         for prompt in prompts:
             check_against_prompt(extraction, body, prompt)
-    echoes = await asyncio.to_thread(_echoes, services, prompts) if body.echo else _no_echoes(prompts)
+    echoes = await asyncio.to_thread(_echoes, services, prompts) if body.echoes_prompt else _no_echoes(prompts)
     has_key = extraction is not None and extraction.params.idempotency_key is not None
-    return Plan(body, request_id, extraction, prompts, echoes, _body_hash(raw_body) if has_key else None)
+    return Plan(body, request_id, extraction, prompts, echoes, _body_hash(raw_body) if has_key else None, owner)
 
 
 def _echoes(services: Services, prompts: list[PreparedPrompt]) -> list[Echo | None]:
@@ -96,12 +110,13 @@ def _no_echoes(prompts: list[PreparedPrompt]) -> list[Echo | None]:
     return [None for _ in prompts]
 
 
-def _check_model(services: Services, body: CompletionRequest) -> None:
-    if body.model is not None and body.model != services.identity.name:
-        raise ModelNotFound(f"the model {body.model!r} is not served here, only {services.identity.name!r} is", param="model")
+def check_model(services: Services, model: str | None) -> None:
+    """Raises `ModelNotFound` for any other name than the served one."""
+    if model is not None and model != services.identity.name:
+        raise ModelNotFound(f"the model {shown(model)} is not served here, only {services.identity.name!r} is", param="model")
 
 
-def _check_tokenizer(services: Services, body: CompletionRequest) -> None:
+def _check_tokenizer(services: Services, body: GenerationRequest) -> None:
     if services.tokenizer is None and body.stop:
         raise BadRequest("this model has no tokenizer: use stop_token_ids instead of stop", param="stop")
 
@@ -111,7 +126,7 @@ def _check_count(num_choices: int, max_queued: int) -> None:
         raise BadRequest(f"prompt and n ask for {num_choices} choices, at most {max_queued} can be queued", param="n")
 
 
-def _check_wait(extraction: Extraction, body: CompletionRequest) -> None:
+def _check_wait(extraction: Extraction, body: GenerationRequest) -> None:
     if extraction.params.wait == "accepted" and body.stream:
         raise InvalidRequest(f'{PREFIX}.wait "accepted" can\'t be streamed', f"{PREFIX}.wait")
 
@@ -150,9 +165,10 @@ async def _admit(services: Services, plan: Plan) -> Generation | Replay:
 
 
 async def _earlier(services: Services, plan: Plan, key: str) -> tuple[SaveRecord, ...]:
-    records = await asyncio.wrap_future(services.registry.find_idempotent(None, key))
+    records = await asyncio.wrap_future(services.registry.find_idempotent(plan.owner, key))
     if any(record.status in REUSABLE for record in records):
-        await asyncio.gather(*(asyncio.wrap_future(services.registry.delete(record.id)) for record in records if record.ended))
+        # A crash may have left one choice of a request completed and another not: its file goes too, since all are computed again.
+        await asyncio.gather(*(delete_save(services, record) for record in records if record.ended))
         records = tuple(record for record in records if not record.ended)
         if records:
             raise Conflict("a request with this idempotency key is just ending", param=f"{PREFIX}.idempotency_key")
@@ -192,11 +208,23 @@ async def _open_saves(services: Services, plan: Plan) -> list[LiveSave]:
     targets = await asyncio.to_thread(_claim_all, services, plan, extraction, ids)
     saves = [_live_save(services, plan, extraction, index, ids[index], target) for index, target in enumerate(targets)]
     try:
+        needs = [_need(services, plan, index, save, targets[index]) for index, save in enumerate(saves)]
+        await services.space.reserve(needs, services.engine.save_bytes_written)
         await services.saver.insert(saves)
     except BaseException:
+        for save in saves:
+            services.space.release(save.id)
         _abandon(targets)
         raise
     return saves
+
+
+def _need(services: Services, plan: Plan, index: int, save: LiveSave, target: ClaimedTarget) -> Need:
+    """The most that the choice's file can take."""
+    prompt = plan.prompts[index // plan.body.n]
+    request = EngineRequest(save.id, prompt.token_ids, SamplingParams(max_tokens=prompt.max_tokens), save.spec)
+    _, most_rows = saved_rows(request)
+    return Need(save.id, target.directory_fd, largest_file(save.spec, services.info.model.hidden_size, most_rows))
 
 
 def _claim_all(services: Services, plan: Plan, extraction: Extraction, ids: list[str]) -> list[ClaimedTarget]:
@@ -221,7 +249,11 @@ def _abandon(targets: Sequence[SaveTarget]) -> None:
 
 def _live_save(services: Services, plan: Plan, extraction: Extraction, index: int, save_id: str, target: ClaimedTarget) -> LiveSave:
     metadata = file_metadata(extraction, services.info, services.identity, plan.request_id)
-    record = new_record(extraction, save_id, target.path, plan.request_id, services.identity.name, index, plan.body_hash)
+    record = new_record(extraction, save_id, target.path, plan.request_id, services.identity.name, index, plan.body_hash, plan.owner)
+    if record.ttl_seconds is None:
+        record = replace(record, ttl_seconds=services.settings.ttl_seconds)
+    if _keeps_output(plan):
+        record = replace(record, output={})
     spec = save_spec(extraction, save_id, target, metadata)
     held = _keeps_output(plan) or _all_or_nothing(plan)
     return LiveSave(record, spec, services.roots.to_client(target.path), held)
@@ -255,4 +287,5 @@ def _choice(services: Services, plan: Plan, index: int, save: LiveSave | None) -
         stop_checker=checker,
     )
     text = ChoiceText(tokenizer, body.stop, prompt.token_ids)
-    return Choice(index, prompt, request, save, tokenizer, text, plan.echoes[which], waits_for_save=plan.wait is True)
+    report = chat_logprobs if isinstance(body, ChatRequest) else logprobs_object
+    return Choice(index, prompt, request, save, tokenizer, text, plan.echoes[which], waits_for_save=plan.wait is True, report=report)

@@ -5,26 +5,38 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import ConfigError
-from service.api import completions, models, operations, saves
+from service.api import chat, completions, files, models, operations, pages, saves, tokens
+from service.auth import ApiKeys
 from service.errors import install_handlers
-from service.middleware import BodyLimit, RequestId, UnexpectedErrors
+from service.limits import DEFAULT_LIMITS, HttpLimits
+from service.middleware import Authentication, BodyLimit, HeadLimit, RequestId, RequestLimit, UnexpectedErrors
 from service.runtime import Runtime
+from service.schemas.answers import COMMON_ERRORS
 from service.settings import Settings
 from service.version import strata_version
 
 log = logging.getLogger(__name__)
 
+BEARER = HTTPBearer(auto_error=False, description="An API key, where the service runs with --api-keys-file.")
+CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
+CORS_EXPOSED = ("Content-Range", "ETag", "Retry-After", "X-Request-Id")
+
 DESCRIPTION = "Runs a causal language model and writes the hidden states of chosen layers to safetensors files."
 
 
-def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
+def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpLimits = DEFAULT_LIMITS) -> FastAPI:
     """An application that starts its runtime in the background when it is started, so that `/health` answers while the model loads.
 
-    `app.state.start` is the task of the start; it fails with a `ConfigError` where the settings can't work.
+    `app.state.start` is the task of the start; it fails with a `ConfigError` where the settings can't work. A keys file that can't be
+    used raises one here. `app.state.keys` are the `ApiKeys`, None where no key is needed.
     """
+    keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file)
     runtime = runtime or Runtime(settings)
 
     @asynccontextmanager
@@ -43,14 +55,35 @@ def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        middleware=_middleware(settings, keys, limits),
     )
     app.state.runtime = runtime
-    for module in (completions, saves, models, operations):
-        app.include_router(module.router)
+    app.state.keys = keys
+    for module in (completions, chat, tokens, saves, files, models, pages):
+        app.include_router(module.router, dependencies=[Depends(BEARER)], responses=COMMON_ERRORS)
+    app.include_router(operations.router)
     install_handlers(app)
-    for middleware in (BodyLimit, UnexpectedErrors, RequestId):  # the last one is the outermost
-        app.add_middleware(middleware)
     return app
+
+
+def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits) -> list[Middleware]:
+    """The outermost first. Browsers must be able to read refusals too, so what allows that stands before what refuses."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origin,
+        allow_methods=CORS_METHODS,
+        allow_headers=("*",),
+        expose_headers=CORS_EXPOSED,
+    )
+    return [
+        Middleware(RequestId),
+        *([cors] if settings.cors_origin else []),
+        Middleware(UnexpectedErrors),
+        Middleware(HeadLimit, limits=limits),
+        Middleware(Authentication, keys=keys),
+        Middleware(RequestLimit, limits=limits),
+        Middleware(BodyLimit, limits=limits),
+    ]
 
 
 def _log_failure(start: "asyncio.Task[None]") -> None:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from engine.errors import EngineError, SaveError
 from engine.request import EngineRequest, FinishReason, TokenLogprobs
-from service.choice_text import ChoiceText, Echo, logprobs_object
+from service.choice_text import ChoiceText, Echo, LogprobsReport, logprobs_object
 from service.collector import Update
 from service.errors import ComputationError, SaveFailed, as_service_error
 from service.exceptions import ServiceError
@@ -41,6 +41,8 @@ class Choice:
     echo: Echo | None
     """None unless asked for; set to None again once it has been sent."""
     waits_for_save: bool
+    report: LogprobsReport = logprobs_object
+    """The form of log-probabilities that this choice's answer has."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
@@ -106,7 +108,7 @@ class Choice:
         if self.request.sampling.logprobs is None:
             return None
         offsets = [self._echoed + offset for offset in self.text.offsets(first, len(update.token_ids))]
-        return logprobs_object(self.tokenizer, update.token_ids, update.logprobs, offsets)
+        return self.report(self.tokenizer, update.token_ids, update.logprobs, offsets)
 
     def _with_echo(self, update: Update, delta: Delta) -> Delta:
         if self.echo is None:
@@ -121,7 +123,7 @@ class Choice:
 
     def _prompt_logprobs(self, update: Update, echo: Echo) -> dict[str, Any]:
         unscored: list[TokenLogprobs | None] = [None] * len(self.prompt.token_ids)
-        return logprobs_object(self.tokenizer, self.prompt.token_ids, update.prompt_logprobs or unscored, echo.offsets)
+        return self.report(self.tokenizer, self.prompt.token_ids, update.prompt_logprobs or unscored, echo.offsets)
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a choice says in text: its pieces as they come, where tokens begin, and the log-probabilities of the OpenAI API."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ def echo_of(tokenizer: Tokenizer | None, token_ids: Sequence[int], text: str | N
     return Echo(text or "", echo.offsets)
 
 
+LogprobsReport = Callable[[Tokenizer | None, Sequence[int], Sequence[TokenLogprobs | None], Sequence[int]], dict[str, Any]]
+"""From token ids, their scores and where their text begins to a report; every value of it is a list, so that reports can be joined."""
+
+
 def logprobs_object(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> dict[str, Any]:
@@ -58,6 +62,23 @@ def logprobs_object(
         "top_logprobs": [None if score is None else _top(tokenizer, score) for score in scores],
         "text_offset": list(offsets),
     }
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer | None, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """The `logprobs` of a chat completion's choice: with each token its bytes, and the likeliest tokens whether or not it is among them."""
+    return {"content": [_scored(tokenizer, score) for score in scores if score is not None]}
+
+
+def _scored(tokenizer: Tokenizer | None, score: TokenLogprobs) -> dict[str, Any]:
+    top = [_token(tokenizer, token_id, logprob) for token_id, logprob in score.top]
+    return _token(tokenizer, score.token_id, score.logprob) | {"top_logprobs": top}
+
+
+def _token(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+    return {"token": _token_text(tokenizer, token_id), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 def _top(tokenizer: Tokenizer | None, score: TokenLogprobs) -> dict[str, float]:

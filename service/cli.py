@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "demo": ("start the service, save the hidden states of one completion, show the file", demo_command),
         "inspect": ("show what a file of hidden states holds", inspect_command),
         "verify": ("check files of hidden states", verify_command),
+        "hash-key": ("make an API key, or hash one, for --api-keys-file", hash_key_command),
         "models": ("list the models in the cache", models_command),
         "openapi": ("print the description of the HTTP API", openapi_command),
         "version": ("print the version", version_command),
@@ -98,9 +99,30 @@ def inspect_command(argv: Sequence[str]) -> int:
 def verify_command(argv: Sequence[str]) -> int:
     from service.files_commands import verify_files
 
-    parser = _parser("verify", "Checks files of hidden states: structure, finite values, checksum of the tokens.")
+    parser = _parser(
+        "verify", "Checks files of hidden states: structure, finite values, checksum of the tokens, and what their records say."
+    )
     parser.add_argument("path", nargs="+", type=Path, help="safetensors file")
-    return verify_files(parser.parse_args(argv).path)
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="folder of the registry that knows the files (default: the one that serve would use)"
+    )
+    arguments = parser.parse_args(argv)
+    state_directory = arguments.state_dir or load_settings({}, None).state_dir
+    return verify_files(arguments.path, state_directory, registry_expected=arguments.state_dir is not None)
+
+
+def hash_key_command(argv: Sequence[str]) -> int:
+    from service.auth import hashed_line, new_key
+
+    parser = _parser("hash-key", "Makes an API key: its line for --api-keys-file goes to standard output, the key to standard error, once.")
+    parser.add_argument("--name", help="whose key it is; keys of one name see the same saves")
+    parser.add_argument("--stdin", action="store_true", help="hash the key that stands on standard input instead of making one")
+    arguments = parser.parse_args(argv)
+    key = sys.stdin.read().strip() if arguments.stdin else new_key()
+    print(hashed_line(key, arguments.name))
+    if not arguments.stdin:
+        print(f"The key, which is kept nowhere: {key}", file=sys.stderr)
+    return 0
 
 
 def models_command(argv: Sequence[str]) -> int:

@@ -52,9 +52,13 @@ class Collector:
         self._updates.setdefault(index, Update()).save_changed = True
         self._ready.set()
 
-    async def take(self) -> Mapping[int, Update]:
-        """Waits until there is something, then takes all of it."""
-        await self._ready.wait()
+    async def take(self, patience: float | None = None) -> Mapping[int, Update]:
+        """Waits until there is something, then takes all of it; nothing where that took longer than `patience` seconds."""
+        try:
+            async with asyncio.timeout(patience):
+                await self._ready.wait()
+        except TimeoutError:
+            return {}
         self._ready.clear()
         updates, self._updates = self._updates, {}
         return updates

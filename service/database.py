@@ -49,6 +49,22 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         # Where deleted records stood in the list: a client that deletes what it has read can still ask for the next page.
         "CREATE TABLE deleted (id TEXT PRIMARY KEY, sequence INTEGER NOT NULL, at REAL NOT NULL) WITHOUT ROWID",
     ),
+    (
+        "ALTER TABLE saves ADD COLUMN gone REAL",
+        "CREATE INDEX saves_by_expiry ON saves (expires, sequence) WHERE status = 'completed' AND expires IS NOT NULL",
+        # The bytes of all files that are there: kept up to date by triggers, so that it is right whatever changes a record.
+        "CREATE TABLE usage (bytes INTEGER NOT NULL)",
+        "INSERT INTO usage SELECT coalesce(sum(bytes), 0) FROM saves WHERE status = 'completed'",
+        """CREATE TRIGGER saves_inserted AFTER INSERT ON saves WHEN new.status = 'completed' AND new.gone IS NULL
+            BEGIN UPDATE usage SET bytes = bytes + coalesce(new.bytes, 0); END""",
+        """CREATE TRIGGER saves_deleted AFTER DELETE ON saves WHEN old.status = 'completed' AND old.gone IS NULL
+            BEGIN UPDATE usage SET bytes = bytes - coalesce(old.bytes, 0); END""",
+        """CREATE TRIGGER saves_updated AFTER UPDATE OF status, bytes, gone ON saves
+            WHEN new.status IS NOT old.status OR new.bytes IS NOT old.bytes OR new.gone IS NOT old.gone
+            BEGIN UPDATE usage SET bytes = bytes
+                + CASE WHEN new.status = 'completed' AND new.gone IS NULL THEN coalesce(new.bytes, 0) ELSE 0 END
+                - CASE WHEN old.status = 'completed' AND old.gone IS NULL THEN coalesce(old.bytes, 0) ELSE 0 END; END""",
+    ),
 )
 
 

@@ -17,7 +17,14 @@ from service.schemas.fields import shown
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+HTTP_CODES = {
+    400: "invalid_json",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "too_slow",
+    413: "body_too_large",
+    429: "too_many_requests",
+}
 SAVE_STATUS = {"no_space": 507, "conflict": 409, "cancelled": 503}
 
 
@@ -35,12 +42,60 @@ class ModelNotFound(ServiceError):
     type = "invalid_request_error"
 
 
+class PreconditionFailed(ServiceError):
+    """What the request's If-Match or If-Unmodified-Since asks for is not so."""
+
+    status = 412
+    default_code = "precondition_failed"
+    type = "invalid_request_error"
+
+
+class RangeNotSatisfiable(ServiceError):
+    """A range that begins behind the end of the file."""
+
+    status = 416
+    default_code = "range_not_satisfiable"
+    type = "invalid_request_error"
+
+
 class Busy(ServiceError):
     """The queue is full; the same request may work a moment later."""
 
     status = 429
     default_code = "queue_full"
     type = "rate_limit_error"
+
+
+class Unauthorized(ServiceError):
+    """No API key, or one that isn't known."""
+
+    status = 401
+    default_code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class MalformedRequest(ServiceError):
+    """Bytes that are not HTTP."""
+
+    status = 400
+    default_code = "invalid_http"
+    type = "invalid_request_error"
+
+
+class TooSlow(ServiceError):
+    """A client that takes too long to send what it has begun."""
+
+    status = 408
+    default_code = "too_slow"
+    type = "invalid_request_error"
+
+
+class HeadTooLarge(ServiceError):
+    """More headers than any client of ours needs."""
+
+    status = 431
+    default_code = "headers_too_large"
+    type = "invalid_request_error"
 
 
 class ComputationError(ServiceError):
@@ -94,14 +149,24 @@ def status_of(error: ServiceError) -> int:
 
 def error_body(error: ServiceError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`, with the save's id where one failed."""
-    body: dict[str, Any] = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    param = None if error.param is None else _writable(error.param)
+    body: dict[str, Any] = {"message": _writable(error.message), "type": error.type, "param": param, "code": error.code}
     if isinstance(error, ComputationError) and error.save_id is not None:
         body["save_id"] = error.save_id
     return {"error": body}
 
 
+def _writable(text: str) -> str:
+    """A message may repeat what a client sent, names of unknown fields for example, and that may have no UTF-8 form."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def error_response(error: ServiceError) -> JSONResponse:
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if isinstance(error, Busy) else None
+    headers = None
+    if isinstance(error, Busy):
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    elif isinstance(error, Unauthorized):
+        headers = {"WWW-Authenticate": "Bearer"}
     return JSONResponse(error_body(error), status_of(error), headers)
 
 
@@ -159,6 +224,6 @@ def http_response(error: HTTPException) -> JSONResponse:
     code = HTTP_CODES.get(error.status_code, "http_error")
     messages = {404: "there is no such route", 405: "this route has no such method"}
     message = messages.get(error.status_code, str(error.detail))
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    kind = Busy.type if error.status_code == Busy.status else "invalid_request_error" if error.status_code < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     return JSONResponse(body, error.status_code, error.headers)

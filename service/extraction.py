@@ -12,7 +12,7 @@ from engine.layers import LAYER_CONVENTION, LayerId, resolve_layers
 from engine.saves.spec import SaveDtype, SaveSpec, SaveTarget
 from service.prompts import PreparedPrompt
 from service.records import SaveRecord
-from service.schemas.completions import CompletionRequest
+from service.schemas.generation import GenerationRequest
 from service.schemas.transfer import PREFIX, TransferParams
 from service.version import strata_version
 
@@ -37,7 +37,7 @@ class Extraction:
 
 
 def resolve_extraction(
-    body: CompletionRequest, by_default: bool, default_layers: tuple[LayerId, ...], info: EngineInfo
+    body: GenerationRequest, by_default: bool, default_layers: tuple[LayerId, ...], info: EngineInfo
 ) -> Extraction | None:
     """None where nothing is to be saved. Raises `InvalidRequest` for layers that the model doesn't have."""
     params = body.kv_transfer_params
@@ -58,13 +58,13 @@ def _dtype(params: TransferParams, info: EngineInfo) -> SaveDtype:
     return cast(SaveDtype, name) if name in get_args(SaveDtype) else "bfloat16"
 
 
-def check_against_prompt(extraction: Extraction, body: CompletionRequest, prompt: PreparedPrompt) -> None:
+def check_against_prompt(extraction: Extraction, body: GenerationRequest, prompt: PreparedPrompt) -> None:
     """Raises `InvalidRequest` for positions out of range and for metadata and tensors that are too large."""
     extraction.params.positions.validate(_known_length(extraction.params, body, prompt), f"{PREFIX}.positions")
     extraction.params.check_size(len(prompt.token_ids) + prompt.max_tokens)
 
 
-def _known_length(params: TransferParams, body: CompletionRequest, prompt: PreparedPrompt) -> int | None:
+def _known_length(params: TransferParams, body: GenerationRequest, prompt: PreparedPrompt) -> int | None:
     """How many positions will be there to choose from; None where that depends on when the text ends."""
     if not params.saves_output or prompt.max_tokens == 0:
         return len(prompt.token_ids)
@@ -115,7 +115,14 @@ def file_metadata(extraction: Extraction, info: EngineInfo, identity: ModelIdent
 
 
 def new_record(
-    extraction: Extraction, save_id: str, path: str, request_id: str, model: str, choice: int, body_hash: str | None
+    extraction: Extraction,
+    save_id: str,
+    path: str,
+    request_id: str,
+    model: str,
+    choice: int,
+    body_hash: str | None,
+    owner: str | None,
 ) -> SaveRecord:
     return SaveRecord(
         id=save_id,
@@ -127,5 +134,7 @@ def new_record(
         created=time.time(),
         idempotency_key=extraction.params.idempotency_key,
         body_hash=body_hash,
+        ttl_seconds=extraction.params.ttl_seconds,
+        owner=owner,
         choice=choice,
     )

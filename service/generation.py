@@ -42,6 +42,7 @@ class Generation:
             for choice in self.choices:
                 events.attach(choice.engine_id, partial(self._collector.add, choice.index))
                 if choice.save is not None:
+                    choice.save.engine_id = choice.engine_id
                     choice.save.on_change = partial(self._collector.add_save_change, choice.index)
                 self._services.engine.submit(choice.request)
                 submitted += 1
@@ -52,8 +53,17 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """What is added to the choices, until all of them are done. A choice that fails doesn't end the others."""
+        async for step in self.progress():
+            assert step is not None
+            yield step
+
+    async def progress(self, patience: float | None = None) -> AsyncIterator[tuple[Choice, Delta] | None]:
+        """As `deltas`, with None in between whenever nothing has been added for `patience` seconds."""
         while not all(choice.done for choice in self.choices):
-            for index, update in (await self._collector.take()).items():
+            updates = await self._collector.take(patience)
+            if not updates:
+                yield None
+            for index, update in updates.items():
                 choice = self.choices[index]
                 was_done = choice.text_done
                 delta = choice.advance(update)

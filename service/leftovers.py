@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from engine.saves.lock import names_file
 from service.paths import Root, SaveRoots
@@ -24,15 +24,21 @@ def part_name(save_id: str) -> str:
     return f".{save_id}.part"
 
 
-def clean_parts(roots: SaveRoots, *, now: float | None = None) -> int:
-    """Removes temporary files that nobody has locked and that are older than a minute, and returns how many.
+def clean_parts(
+    roots: SaveRoots,
+    *,
+    now: float | None = None,
+    min_age_seconds: float = MIN_PART_AGE_SECONDS,
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Removes temporary files that nobody has locked and that are older than a minute, and returns how many. Ends early on `stop`.
 
     Services can share a root: a file that is being written is locked by its writer, in whatever process. May run while saves go on.
     """
-    limit = (time.time() if now is None else now) - MIN_PART_AGE_SECONDS
+    limit = (time.time() if now is None else now) - min_age_seconds
     removed = 0
     for root in _outermost(roots.roots):
-        for directory_fd, name in _parts_below(root):
+        for directory_fd, name in _parts_below(root, stop):
             removed += remove_unlocked(directory_fd, name, changed_before=limit)
     return removed
 
@@ -89,9 +95,11 @@ def _outermost(roots: tuple[Root, ...]) -> Iterator[Root]:
             yield root
 
 
-def _parts_below(root: Root) -> Iterator[tuple[int, str]]:
+def _parts_below(root: Root, stop: Callable[[], bool]) -> Iterator[tuple[int, str]]:
     """Temporary files with the descriptors of their directories, which hold until the next one is asked for."""
     for _path, directories, files, directory_fd in os.fwalk(".", dir_fd=root.fd, follow_symlinks=False):
+        if stop():
+            return
         directories[:] = [name for name in directories if not name.startswith(".")]  # No target lies in a hidden one.
         for name in files:
             if _PART.fullmatch(name):

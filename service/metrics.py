@@ -1,7 +1,7 @@
 """What Prometheus scrapes: counted here, or read from the engine when asked."""
 
-from collections.abc import Callable, Iterator
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -54,6 +54,10 @@ class Metrics:
         """Engine figures are read at every scrape from now on."""
         self.registry.register(EngineCollector(stats))
 
+    def watch_space(self, space: "SpaceFigures") -> None:
+        """Figures of disks and of what is saved are read at every scrape from now on."""
+        self.registry.register(SpaceCollector(space))
+
     def request_ended(self, outcome: RequestOutcome, seconds: float | None = None) -> None:
         self._requests.labels(outcome).inc()
         if seconds is not None:
@@ -105,6 +109,52 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(name, text, value)
 
 
+class DiskFigures(Protocol):
+    """One save root's file system, as of the last look at it."""
+
+    @property
+    def free(self) -> int: ...
+    @property
+    def reserve(self) -> int: ...
+
+
+class SpaceFigures(Protocol):
+    """Where the figures of `SpaceCollector` come from."""
+
+    max_saved_bytes: int | None
+
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def saved_bytes(self) -> int: ...
+    @property
+    def disks(self) -> Mapping[str, DiskFigures]: ...
+
+
+class SpaceCollector(Collector):
+    """Reads what was known at the last look: a scrape never waits for a disk."""
+
+    def __init__(self, space: SpaceFigures) -> None:
+        self._space = space
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        space = self._space
+        yield GaugeMetricFamily("strata_saved_bytes", "Bytes of the files of completed saves", space.saved_bytes)
+        yield GaugeMetricFamily("strata_reserved_bytes", "What the files of running saves may take at most", space.reserved_bytes)
+        if space.max_saved_bytes is not None:
+            yield GaugeMetricFamily("strata_max_saved_bytes", "What all files together may take", space.max_saved_bytes)
+        free = GaugeMetricFamily("strata_disk_free_bytes", "Free bytes of a save root's file system", labels=["root"])
+        reserve = GaugeMetricFamily("strata_disk_reserve_bytes", "Bytes that saves leave free there", labels=["root"])
+        for root, disk in dict(space.disks).items():
+            free.add_metric([root], disk.free)
+            reserve.add_metric([root], disk.reserve)
+        yield free
+        yield reserve
+
+
 def _pool(name: str, text: str, pool: PoolStats) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=["state"])
     for state, count in (("free", pool.free), ("cached", pool.cached), ("referenced", pool.referenced)):
@@ -119,6 +169,7 @@ def _counters(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("strata_prefix_cache_hit_tokens", "Prompt tokens that were not computed", stats.prefix_hit_tokens_total),
         ("strata_state_cache_hit_rows", "Rows times layers taken from cached hidden-state pages", stats.state_hit_rows_total),
         ("strata_preemptions", "Requests that lost their blocks and were resumed", stats.preemptions_total),
+        ("strata_step_failures", "Steps that raised and were tried again in parts", stats.step_failures_total),
         ("strata_written_bytes", "Bytes written to files", stats.bytes_written_total),
         ("strata_write_seconds", "Time spent in writing", stats.write_seconds_total),
     ]

@@ -2,19 +2,17 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.errors import InvalidRequest
+from service.chat_template import ChatTemplates, Conversation
 from service.errors import BadRequest
+from service.schemas.chat import ChatRequest
 from service.schemas.completions import CompletionRequest, Prompt
+from service.schemas.generation import GenerationRequest
+from service.schemas.messages import MessagesRequest
+from service.text import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
-
-
-class Encoder(Protocol):
-    """The part of the tokenizer that is needed here."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -35,35 +33,76 @@ class Limits:
     max_model_len: int
 
 
-async def prepare_prompts(
-    body: CompletionRequest, encoder: Encoder | None, limits: Limits, include_last_token: bool
-) -> list[PreparedPrompt]:
+@dataclass(frozen=True)
+class PromptMaker:
+    """Turns what clients send into token ids. Everything here takes a while and runs off the event loop."""
+
+    tokenizer: Tokenizer | None
+    templates: ChatTemplates
+    limits: Limits
+
+    def text(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer: prompt must be token ids", "prompt")
+        return self._checked("prompt", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def messages(self, body: MessagesRequest) -> list[int]:
+        """Raises `InvalidRequest` with the template's own words where it refuses the messages."""
+        if self.tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer, so it takes no messages", "messages")
+        text = self.templates.render(_conversation(body))
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        begun = bool(ids) and ids[0] == self.tokenizer.bos_id
+        if body.add_special_tokens and not begun:  # a template that writes the begin token has done all of it
+            ids = self.tokenizer.encode(text, add_special_tokens=True)
+        return self._checked("messages", ids)
+
+    def _checked(self, param: str, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise InvalidRequest(f"{param} must not be empty: it has no tokens", param)
+        check_token_ids(param, token_ids, self.limits.vocab_size)
+        return token_ids
+
+
+def _conversation(body: MessagesRequest) -> Conversation:
+    return Conversation(
+        messages=body.messages,
+        tools=body.tools,
+        documents=body.documents,
+        arguments=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+
+
+async def prepare_prompts(body: GenerationRequest, maker: PromptMaker, include_last_token: bool) -> list[PreparedPrompt]:
     """Tokenizes on a thread, cuts and checks. Raises `InvalidRequest` for a prompt that is empty, out of the vocabulary or too long."""
-    check_token_ids("stop_token_ids", body.stop_token_ids, limits.vocab_size)
-    check_token_ids("logit_bias", list(body.logit_bias), limits.vocab_size)
-    if any(isinstance(prompt, str) for prompt in body.prompts):
-        return await asyncio.to_thread(_prepare_all, body, encoder, limits, include_last_token)
-    return _prepare_all(body, encoder, limits, include_last_token)
+    check_token_ids("stop_token_ids", body.stop_token_ids, maker.limits.vocab_size)
+    check_token_ids("logit_bias", list(body.logit_bias), maker.limits.vocab_size)
+    if isinstance(body, CompletionRequest) and not any(isinstance(prompt, str) for prompt in body.prompts):
+        return _prepare_all(body, maker, include_last_token)
+    return await asyncio.to_thread(_prepare_all, body, maker, include_last_token)
 
 
-def _prepare_all(body: CompletionRequest, encoder: Encoder | None, limits: Limits, include_last_token: bool) -> list[PreparedPrompt]:
-    return [_prepare(prompt, body, encoder, limits, include_last_token) for prompt in body.prompts]
+def _prepare_all(body: GenerationRequest, maker: PromptMaker, include_last_token: bool) -> list[PreparedPrompt]:
+    if isinstance(body, ChatRequest):
+        return [_fitted(maker.messages(body), None, body, maker.limits, include_last_token)]
+    assert isinstance(body, CompletionRequest)
+    return [_prepare(prompt, body, maker, include_last_token) for prompt in body.prompts]
 
 
-def _prepare(prompt: Prompt, body: CompletionRequest, encoder: Encoder | None, limits: Limits, include_last_token: bool) -> PreparedPrompt:
-    ids = _encode(prompt, body, encoder) if isinstance(prompt, str) else prompt
-    if not ids:
-        raise InvalidRequest("prompt must not be empty: it has no tokens", "prompt")
-    check_token_ids("prompt", ids, limits.vocab_size)
-    kept = _cut(ids, body)
-    text = prompt if isinstance(prompt, str) and len(kept) == len(ids) else None
-    return PreparedPrompt(kept, text, resolve_max_tokens(body.max_tokens, len(kept), limits.max_model_len, include_last_token))
+def _prepare(prompt: Prompt, body: CompletionRequest, maker: PromptMaker, include_last_token: bool) -> PreparedPrompt:
+    if isinstance(prompt, str):
+        return _fitted(maker.text(prompt, body.add_special_tokens), prompt, body, maker.limits, include_last_token)
+    check_token_ids("prompt", prompt, maker.limits.vocab_size)
+    return _fitted(prompt, None, body, maker.limits, include_last_token)
 
 
-def _encode(text: str, body: CompletionRequest, encoder: Encoder | None) -> list[int]:
-    if encoder is None:
-        raise InvalidRequest("this model has no tokenizer: prompt must be token ids", "prompt")
-    return encoder.encode(text, add_special_tokens=body.add_special_tokens)
+def _fitted(ids: list[int], text: str | None, body: GenerationRequest, limits: Limits, include_last_token: bool) -> PreparedPrompt:
+    kept = body.cut(ids)
+    default = None if isinstance(body, ChatRequest) else DEFAULT_MAX_TOKENS
+    max_tokens = resolve_max_tokens(body.token_limit, default, len(kept), limits, include_last_token)
+    return PreparedPrompt(kept, text if len(kept) == len(ids) else None, max_tokens)
 
 
 def check_token_ids(param: str, ids: list[int], vocab_size: int) -> None:
@@ -73,27 +112,21 @@ def check_token_ids(param: str, ids: list[int], vocab_size: int) -> None:
         raise InvalidRequest(f"{param} holds the token id {wrong}; ids of this model are 0 to {vocab_size - 1}", param)
 
 
-def _cut(ids: list[int], body: CompletionRequest) -> list[int]:
-    keep = body.truncate_prompt_tokens
-    if keep is None or len(ids) <= keep:
-        return ids
-    return ids[-keep:] if body.truncation_side == "left" else ids[:keep]
-
-
-def resolve_max_tokens(asked: int | None, num_prompt_tokens: int, max_model_len: int, include_last_token: bool) -> int:
-    """`max_tokens`, or 16 or what room is left where it is absent.
+def resolve_max_tokens(asked: int | None, default: int | None, num_prompt_tokens: int, limits: Limits, include_last_token: bool) -> int:
+    """`max_tokens`, or where it is absent the default or what room is left. No default: all the room that is left.
 
     The positions fed to the model must fit: the prompt, the sampled tokens but the last one, and that one too with
     `include_last_token`. Raises an error that names both numbers.
     """
     last = 1 if include_last_token else 0
-    room = max_model_len - num_prompt_tokens + 1 - last
-    wanted = asked if asked is not None else min(DEFAULT_MAX_TOKENS, max(room, 0))
+    room = max(limits.max_model_len - num_prompt_tokens + 1 - last, 0)
+    wanted = asked if asked is not None else room if default is None else min(default, room)
     positions = num_prompt_tokens + (wanted - 1 + last if wanted else 0)
-    if positions <= max_model_len:
+    if positions <= limits.max_model_len:
         return wanted
     parts = f"{num_prompt_tokens} of the prompt" + (
         f" and {positions - num_prompt_tokens} generated" if positions > num_prompt_tokens else ""
     )
-    message = f"the request needs {positions} positions ({parts}), the context length is {max_model_len}"
-    raise BadRequest(message, param="prompt" if num_prompt_tokens > max_model_len else "max_tokens", code="context_length_exceeded")
+    message = f"the request needs {positions} positions ({parts}), the context length is {limits.max_model_len}"
+    param = "prompt" if num_prompt_tokens > limits.max_model_len else "max_tokens"
+    raise BadRequest(message, param=param, code="context_length_exceeded")

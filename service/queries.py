@@ -98,6 +98,23 @@ def unfinished(database: sqlite3.Connection) -> list[SaveRecord]:
     return [from_row(row) for row in database.execute(f"SELECT {_COLUMNS} FROM saves WHERE {_LIVE} ORDER BY sequence")]
 
 
+def used_bytes(database: sqlite3.Connection) -> int:
+    return int(database.execute("SELECT bytes FROM usage").fetchone()[0])
+
+
+def expired(database: sqlite3.Connection, now: float, skip: int, limit: int) -> list[SaveRecord]:
+    """Completed saves whose time is over, the longest expired first, without the first `skip` of them."""
+    query = f"SELECT {_COLUMNS} FROM saves WHERE status = 'completed' AND expires <= ? ORDER BY expires, sequence LIMIT ? OFFSET ?"
+    return [from_row(row) for row in database.execute(query, [now, limit, skip])]
+
+
+def completed(database: sqlite3.Connection, after: int, limit: int) -> tuple[list[SaveRecord], int]:
+    """Completed saves, oldest first, and where the next ones begin: give that as `after`, 0 at first."""
+    query = f"SELECT sequence, {_COLUMNS} FROM saves WHERE status = 'completed' AND sequence > ? ORDER BY sequence LIMIT ?"
+    rows = database.execute(query, [after, limit]).fetchall()
+    return [from_row(row) for row in rows], rows[-1]["sequence"] if rows else after
+
+
 def purge(database: sqlite3.Connection, ended_before: float, keep_count: int, limit: int) -> int:
     """Removes the oldest ended records beyond `keep_count`, and those that ended before a time.
 

@@ -13,6 +13,9 @@ SaveStatus = Literal["queued", "running", "writing", "completed", "failed", "can
 
 ENDED: frozenset[SaveStatus] = frozenset({"completed", "failed", "cancelled", "expired"})
 
+MAX_TTL_SECONDS = 100 * 366 * 86400
+"""A century; dates end with the year 9999."""
+
 PREDECESSORS: Mapping[SaveStatus, tuple[SaveStatus, ...]] = {
     "queued": (),
     "running": ("queued",),
@@ -58,7 +61,14 @@ class SaveRecord:
     choice: int = 0
     """Index among the saves of one request: one key stands for all of them."""
     output: Mapping[str, Any] | None = None
-    """Text, token ids and finish reason, kept for clients that didn't wait for them."""
+    """Text, token ids and finish reason, kept for clients that didn't wait for them; empty until the text is done."""
+    gone: float | None = None
+    """When the file of a completed save was found to have been moved, deleted or replaced: its bytes don't count any more."""
+
+    @property
+    def awaits_output(self) -> bool:
+        """The save is worth nothing without its text, and that isn't known yet."""
+        return self.output is not None and not self.output
 
     @property
     def ended(self) -> bool:

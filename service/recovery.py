@@ -31,8 +31,9 @@ def recover(registry: Registry, roots: SaveRoots) -> Recovered:
     """Ends every record that a crash has left open; to be called before the first request is taken.
 
     A save whose file stands under its name, known by the `save_id` in its metadata, is completed: it was published and only the commit
-    was missing. Any other is failed with the code `interrupted`; its temporary file and its lock file are removed. The file system comes
-    first and the record last, so that a crash in here is recovered from as well.
+    was missing. Any other is failed with the code `interrupted`; its temporary file and its lock file are removed. So is a file whose
+    record was to carry the text and doesn't: nobody was told of it, and a repeated request must not find half of an answer. The file
+    system comes first and the record last, so that a crash in here is recovered from as well.
     """
     completed = failed = 0
     for record in registry.unfinished().result():
@@ -55,7 +56,7 @@ def _settle_files(roots: SaveRoots, record: SaveRecord) -> PublishedFile | None:
         log.warning("save %s: the directory of its file can't be opened: %s", record.id, error.message)
         return None
     try:
-        file = _find_published(target, record.id)
+        file = _find_published(target, record)
         remove_unlocked(target.directory_fd, part_name(record.id))
         if status_of(target.directory_fd, target.name) is None:
             # Where a file stands under the name, the lock file is for its client to remove.
@@ -65,28 +66,31 @@ def _settle_files(roots: SaveRoots, record: SaveRecord) -> PublishedFile | None:
         os.close(target.directory_fd)
 
 
-def _find_published(target: OpenTarget, save_id: str) -> PublishedFile | None:
+def _find_published(target: OpenTarget, record: SaveRecord) -> PublishedFile | None:
     try:
         fd = os.open(target.name, _OPEN_FILE, dir_fd=target.directory_fd)
     except OSError:
         return None
     try:
         file = read_published(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else None
-        if file is None or file.save_id != save_id:
+        if file is None or file.save_id != record.id:
             return None
         if not file.whole:
-            _remove_damaged(target, fd, save_id)
+            log.error("save %s: the disk has lost a part of its file, which is removed", record.id)
+        if not file.whole or record.awaits_output:
+            _take_back(target, fd)
             return None
         return file
     except OSError as error:
-        log.warning("save %s: its file can't be read: %s", save_id, error.strerror)
+        log.warning("save %s: its file can't be read: %s", record.id, error.strerror)
         return None
     finally:
         os.close(fd)
 
 
-def _remove_damaged(target: OpenTarget, fd: int, save_id: str) -> None:
-    """A power cut can shorten a file that was published without being synced; nobody may take it for a whole one."""
-    log.error("save %s: the disk has lost a part of its file, which is removed", save_id)
+def _take_back(target: OpenTarget, fd: int) -> None:
+    """Of two kinds of files: one that a power cut has shortened, which was published without being synced and which nobody may take for
+    a whole one; and one whose text was lost in the crash, which the next request with its key computes again.
+    """
     if names_file(target.directory_fd, target.name, fd):
         os.unlink(target.name, dir_fd=target.directory_fd)

@@ -119,6 +119,18 @@ class Registry:
         """Records that have not ended, oldest first: after a start, those that a crash has interrupted."""
         return self._thread.submit(queries.unfinished)
 
+    def used_bytes(self) -> "Future[int]":
+        """Bytes of all files of completed saves, without those that are known to be gone."""
+        return self._thread.submit(queries.used_bytes)
+
+    def expired(self, now: float, skip: int, limit: int) -> "Future[Records]":
+        """Completed saves whose time is over, without the first `skip` of them."""
+        return self._thread.submit(lambda database: queries.expired(database, now, skip, limit))
+
+    def completed(self, after: int, limit: int) -> "Future[tuple[Records, int]]":
+        """Completed saves, oldest first, and what to give as `after` (0 at first) for the next ones."""
+        return self._thread.submit(lambda database: queries.completed(database, after, limit))
+
     def ended(self, save_id: str) -> "Future[SaveRecord | None]":
         """Resolved with the record when the save has ended and that is committed; None where there is no such record (any more)."""
         future: Future[SaveRecord | None] = Future()

@@ -5,26 +5,31 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, Protocol
 
 from engine.api import EngineAPI
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import ModelError
 from engine.layers import LayerId, default_layers, resolve_layers
 from engine.models.source import ModelSource, resolve_model
 from engine.stats import EngineListener
+from service.chat_template import ChatTemplates
 from service.collector import EngineEvents
 from service.errors import NotServing
 from service.extraction import ModelIdentity
 from service.leftovers import clean_parts
 from service.metrics import Metrics
 from service.paths import SaveRoots
+from service.reaper import Reaper
 from service.recovery import recover
 from service.registry import Registry
 from service.saving import Saver
 from service.services import Services
 from service.settings import Settings, engine_config
 from service.sizes import format_size
+from service.space import Space
 from service.targets import Targets
 from service.text import Tokenizer, TokenizerMissing
 
@@ -33,6 +38,8 @@ log = logging.getLogger(__name__)
 RuntimeState = Literal["starting", "ok", "draining", "dead", "stopped"]
 REPORT_STEP = 0.25
 """A line for every quarter of the weights."""
+FILE_READERS = 8
+"""Threads that read files for downloads."""
 DEATH_GRACE_SECONDS = 2.0
 """For answers to those who still waited when the engine failed."""
 
@@ -58,11 +65,17 @@ class Runtime:
         self._make_engine = engine_factory
         self._services: Services | None = None
         self._undo: list[Callable[[], None]] = []
+        self._reaper: Reaper | None = None
         self._grace: asyncio.Task[None] | None = None
 
     @property
     def failed(self) -> bool:
         return self.state == "dead"
+
+    @property
+    def ready(self) -> Services | None:
+        """The parts as soon as they are there, in whatever state the service is."""
+        return self._services
 
     def services(self, *, for_new_work: bool) -> Services:
         """The parts. Raises `NotServing` before the start, after a fatal error and, for new work, while draining."""
@@ -79,24 +92,31 @@ class Runtime:
         roots, registry = await asyncio.to_thread(self._open_files)
         models = self.settings.state_dir / "models"
         source = await asyncio.to_thread(resolve_model, self.settings.model, cache=models, progress=log.info)
-        saver = Saver(registry, roots, self.metrics, umask, loop)
+        space = Space(registry, roots, max_saved_bytes=settings.max_saved_bytes, min_free_bytes=settings.min_free_bytes)
+        saver = Saver(registry, roots, space, self.metrics, loop, lock_files=settings.lock_files)
         events = EngineEvents(self.metrics)
         events.bind(loop, saver.on_event, self._engine_died)
+        readers = self._file_readers()
         engine = await self._start_engine(engine_config(settings, source.folder, umask), events)
+        tokenizer = await asyncio.to_thread(_tokenizer, source)
         self._services = Services(
             settings=settings,
             engine=engine,
             identity=ModelIdentity(settings.served_model_name or source.name, source.revision),
             default_layers=_layers(settings, engine),
-            tokenizer=await asyncio.to_thread(_tokenizer, source),
+            tokenizer=tokenizer,
+            templates=_templates(tokenizer),
             registry=registry,
             roots=roots,
             targets=Targets(roots, lock_files=settings.lock_files, umask=umask),
             saver=saver,
+            space=space,
             events=events,
             metrics=self.metrics,
+            file_readers=readers,
             started=time.time(),
         )
+        self._start_reaper(registry, roots, space)
         _log_start(self._services)
         if self.state == "starting":
             self.state = "ok"
@@ -120,6 +140,8 @@ class Runtime:
         if self._grace is not None:
             self._grace.cancel()
         services = self._services
+        if self._reaper is not None:
+            await self._reaper.close()
         while self._undo:
             await asyncio.to_thread(self._undo.pop())
             if services is not None:  # the engine is the last that was started and the first that is stopped
@@ -135,6 +157,17 @@ class Runtime:
         self.metrics.watch_engine(engine.stats)
         return engine
 
+    def _start_reaper(self, registry: Registry, roots: SaveRoots, space: Space) -> None:
+        self._reaper = Reaper(registry, roots, space, lock_files=self.settings.lock_files)
+        space.recount = self._reaper.recount
+        self.metrics.watch_space(space)
+        self._reaper.start()
+
+    def _file_readers(self) -> ThreadPoolExecutor:
+        readers = ThreadPoolExecutor(FILE_READERS, "file-reader")
+        self._undo.append(lambda: readers.shutdown(wait=False, cancel_futures=True))
+        return readers
+
     def _open_files(self) -> tuple[SaveRoots, Registry]:
         settings = self.settings
         roots = SaveRoots(
@@ -144,7 +177,7 @@ class Runtime:
             client_path_map=settings.client_path_map,
         )
         self._undo.append(roots.close)
-        registry = Registry(settings.state_dir, durability=settings.durability)
+        registry = Registry(settings.state_dir, durability=settings.durability, keep_seconds=settings.keep_records)
         self._undo.append(registry.close)
         recovered = recover(registry, roots)
         if recovered.completed or recovered.failed:
@@ -183,6 +216,16 @@ def _tokenizer(source: ModelSource) -> Tokenizer | None:
     except TokenizerMissing as error:
         log.warning("%s", error)
         return None
+
+
+def _templates(tokenizer: Tokenizer | None) -> ChatTemplates:
+    if tokenizer is None:
+        return ChatTemplates({}, {})
+    try:
+        return ChatTemplates(tokenizer.chat_templates, tokenizer.special_tokens)
+    except ModelError as error:
+        log.warning("%s; messages are refused", error)
+        return ChatTemplates({}, {})
 
 
 def _progress_lines() -> Callable[[int, int], None]:

@@ -11,21 +11,21 @@ its record is to carry. Its file may be published then, but the record says `wri
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from engine.errors import SaveError
-from engine.saves.lock import LockBusy, LockFile
 from engine.saves.spec import SavedFile, SaveEvent, SaveSpec
 from service.exceptions import ServiceError
 from service.metrics import Metrics
-from service.paths import OpenTarget, SaveRoots
+from service.paths import SaveRoots
 from service.records import SaveRecord, SaveStatus
 from service.registry import Registry
+from service.saved_files import remove_saved
+from service.space import Space
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class LiveSave:
     client_path: str
     """The path as the client knows it."""
     held: bool
+    engine_id: str = ""
+    """The request that the engine knows it by, once that has been submitted."""
     status: SaveStatus = "queued"
     file: SavedFile | None = None
     error: SaveError | None = None
@@ -50,6 +52,7 @@ class LiveSave:
     """Its last status is committed."""
     unwanted: bool = False
     """It was given up while it was held: when it has been published, it is taken back."""
+    taken_back_as: Literal["failed", "cancelled"] = "failed"
     on_change: Callable[[], None] = field(default=_nobody)
     """Called when the file has been published and when the save has ended."""
 
@@ -72,17 +75,28 @@ class LiveSave:
         }
         if self.file is not None and known["status"] == "completed":
             known |= {"num_tokens": self.file.num_tokens, "shape": list(self.file.shape), "bytes": self.file.bytes}
+            known["url"] = file_url(self.id)
         return known
 
 
 class Saver:
     """All running saves of the service. Methods are called on the event loop, `on_event` from the engine's threads."""
 
-    def __init__(self, registry: Registry, roots: SaveRoots, metrics: Metrics, umask: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        roots: SaveRoots,
+        space: Space,
+        metrics: Metrics,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        lock_files: bool,
+    ) -> None:
         self._registry = registry
         self._roots = roots
         self._metrics = metrics
-        self._umask = umask
+        self._space = space
+        self._lock_files = lock_files
         self._loop = loop
         self._live: dict[str, LiveSave] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,6 +110,7 @@ class Saver:
         """Forgets saves of a request that was refused, records included. Targets are the caller's."""
         for save in saves:
             self._live.pop(save.id, None)
+            self._space.release(save.id)
         await asyncio.gather(*(asyncio.wrap_future(self._registry.delete(save.id)) for save in saves))
 
     def on_event(self, event: SaveEvent) -> None:
@@ -129,6 +144,15 @@ class Saver:
             save.unwanted = True
             if save.published:
                 self._start(self._take_back(save))
+
+    def cancel(self, save_id: str, abort: Callable[[str], None]) -> None:
+        """Has a running save end as `cancelled`, unless it is just being published. `abort` is the engine's. May be repeated."""
+        save = self._live.get(save_id)
+        if save is None:
+            return
+        save.taken_back_as = "cancelled"
+        self.revoke(save)
+        abort(save.engine_id)
 
     def fail_all(self, message: str) -> None:
         """The engine has gone: whoever still waits for a save is told so."""
@@ -166,6 +190,7 @@ class Saver:
             save.status = "failed"
             save.error = save.error or SaveError("io_error", "the registry of saves could not be written")
         self._live.pop(save.id, None)
+        self._space.release(save.id)
         save.on_change()
 
     async def _complete(self, save: LiveSave) -> None:
@@ -173,9 +198,14 @@ class Saver:
 
     async def _take_back(self, save: LiveSave) -> None:
         assert save.file is not None
-        await asyncio.to_thread(remove_published, self._roots, save.record.hidden_states_path, save.file, self._umask)
+        file = save.file
+        published = replace(save.record, bytes=file.bytes, device=file.device, inode=file.inode)
+        try:
+            await asyncio.to_thread(remove_saved, self._roots, published, lock_files=self._lock_files)
+        except (OSError, ServiceError):  # Whoever waits must be told all the same.
+            log.exception("the file of save %s can't be taken back", save.id)
         save.error = SaveError("cancelled", "the request that this save belonged to failed or was given up")
-        await self._commit(save, _final_changes(SaveEvent(save.id, "failed", error=save.error)))
+        await self._commit(save, _final_changes(SaveEvent(save.id, save.taken_back_as, error=save.error)))
 
     async def _commit(self, save: LiveSave, changes: dict[str, Any]) -> None:
         try:
@@ -216,22 +246,6 @@ def _log_failure(done: "Future[Any]") -> None:
         log.error("a record could not be updated", exc_info=done.exception())
 
 
-def remove_published(roots: SaveRoots, path: str, file: SavedFile, umask: int) -> None:
-    """Removes a published file and its lock file, if the name still stands for that very file. Raises `OSError`."""
-    try:
-        target = roots.locate(path)
-    except ServiceError:
-        return  # the directory has gone or become something else: nothing of ours is there
-    try:
-        if _is_file(target, file):
-            os.unlink(target.name, dir_fd=target.directory_fd)
-            LockFile.acquire(target.directory_fd, target.name, umask).remove()
-    except (FileNotFoundError, LockBusy):
-        pass  # somebody else has the name by now
-    finally:
-        os.close(target.directory_fd)
-
-
-def _is_file(target: OpenTarget, file: SavedFile) -> bool:
-    status = os.stat(target.name, dir_fd=target.directory_fd, follow_symlinks=False)
-    return (status.st_dev, status.st_ino) == (file.device, file.inode)
+def file_url(save_id: str) -> str:
+    """Where the file can be downloaded, below the address of the service."""
+    return f"/saves/{save_id}/file"

@@ -4,15 +4,20 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from engine.errors import ConfigError
 from service.app import create_app
+from service.connection import guarded_protocol
+from service.limits import DEFAULT_LIMITS, HttpLimits
 from service.runtime import Runtime
 from service.settings import Settings
 
@@ -23,6 +28,8 @@ EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
 EXIT_INTERRUPTED = 130
 BACKLOG = 2048
+FILES = 65536
+"""Descriptors that are asked for."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients and proxies keep idle connections, so that it is them who close."""
 LAST_ANSWERS_SECONDS = 10
@@ -47,20 +54,44 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"can't listen on {host} port {port}: {reason}") from error
 
 
+def server_config(app: FastAPI, limits: HttpLimits = DEFAULT_LIMITS, **changes: Any) -> uvicorn.Config:  # noqa: ANN401 - uvicorn's options
+    known: dict[str, Any] = {
+        "http": guarded_protocol(limits),
+        "h11_max_incomplete_event_size": limits.head_bytes,
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "ws": "none",
+        "lifespan": "on",  # else a failure in there would leave a server that answers 500 for ever
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+        "timeout_graceful_shutdown": LAST_ANSWERS_SECONDS,
+    }
+    return uvicorn.Config(app, **known | changes)
+
+
+def limits_of(settings: Settings) -> HttpLimits:
+    """Bounds that let in what the engine may hold, and leave at least half of the descriptors to saves.
+
+    Raises the soft limit on descriptors, which is often 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a system may have a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    files = FILES if soft == resource.RLIM_INFINITY else soft
+    requests = max(DEFAULT_LIMITS.requests, 2 * (settings.max_running + settings.max_queued))
+    return replace(DEFAULT_LIMITS, requests=requests, connections=min(max(DEFAULT_LIMITS.connections, 2 * requests), files // 2))
+
+
 def serve(settings: Settings, runtime: Runtime | None = None) -> int:
     """Runs until a signal, a failed start or a dead engine, and returns the exit status."""
+    limits = limits_of(settings)
     runtime = runtime or Runtime(settings)
+    app = create_app(settings, runtime, limits)
     listening = listen(settings.host, settings.port)
-    app = create_app(settings, runtime)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=LAST_ANSWERS_SECONDS,
-    )
+    config = server_config(app, limits)
     with listening, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         return runner.run(_serve(app, runtime, Server(config), listening))
 
@@ -68,6 +99,8 @@ def serve(settings: Settings, runtime: Runtime | None = None) -> int:
 async def _serve(app: FastAPI, runtime: Runtime, server: Server, listening: socket.socket) -> int:
     runtime.on_fatal = lambda: _exit_soon(server)
     _handle_signals(runtime, server)
+    if app.state.keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.keys.reload)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     status = await _until_ready(app, runtime, server, serving, listening)
     await serving

@@ -3,19 +3,22 @@
 import asyncio
 import logging
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.api import EngineAPI, EngineInfo
 from engine.layers import LayerId
+from service.chat_template import ChatTemplates
 from service.collector import EngineEvents
 from service.extraction import ModelIdentity
 from service.metrics import Metrics
 from service.paths import SaveRoots
-from service.prompts import Limits
+from service.prompts import Limits, PromptMaker
 from service.registry import Registry
 from service.saving import Saver
 from service.settings import Settings
+from service.space import Space
 from service.targets import Targets
 from service.text import Tokenizer
 
@@ -32,12 +35,16 @@ class Services:
     default_layers: tuple[LayerId, ...]
     tokenizer: Tokenizer | None
     """None for a model folder without one: such a model takes token ids only."""
+    templates: ChatTemplates
     registry: Registry
     roots: SaveRoots
     targets: Targets
     saver: Saver
+    space: Space
     events: EngineEvents
     metrics: Metrics
+    file_readers: ThreadPoolExecutor
+    """Threads of downloads: a disk that hangs holds up nothing else."""
     started: float
     """Seconds since 1970."""
     idempotent_admission: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -51,6 +58,10 @@ class Services:
     @property
     def limits(self) -> Limits:
         return Limits(self.info.model.vocab_size, self.info.max_model_len)
+
+    @property
+    def prompt_maker(self) -> PromptMaker:
+        return PromptMaker(self.tokenizer, self.templates, self.limits)
 
     def start_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that no answer waits for; what goes wrong in it is logged."""

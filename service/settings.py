@@ -1,6 +1,7 @@
 """All that an operator can set: by flag, environment variable (`STRATA_<NAME>`) or file; flags win, then the environment, then the file."""
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,7 +21,8 @@ from engine.config import Checksum, EngineConfig
 from engine.layers import LayerId
 from engine.models.packaged import SMOLLM2_135M
 from engine.saves.spec import Durability
-from service.sizes import parse_size
+from service.records import MAX_TTL_SECONDS
+from service.sizes import parse_duration, parse_size
 
 ENV_PREFIX = "STRATA_"
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -38,6 +40,18 @@ def _size_or_auto(value: object) -> object:
     if value == "auto":
         return None
     return parse_size(value) if isinstance(value, str) else value
+
+
+def _size_or_zero(value: object) -> object:
+    return 0 if isinstance(value, str) and value.strip() == "0" else _size_or_auto(value)
+
+
+def _size_or_none(value: object) -> object:
+    return None if value == "none" else _size_or_auto(value)
+
+
+def _duration(value: object) -> object:
+    return parse_duration(value) if isinstance(value, str) else value
 
 
 def _number_or_auto(value: object) -> object:
@@ -61,6 +75,17 @@ def _layers(value: object) -> object:
 
 def _paths(value: object) -> object:
     return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
+
+
+def _origins(value: object) -> object:
+    """Commas stand between origins in the environment, since origins hold colons."""
+    origins = [part for part in value.split(",") if part] if isinstance(value, str) else value
+    if not isinstance(origins, list | tuple):
+        return value
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", str(origin)):
+            raise ValueError(f"{origin!r} is not an origin such as https://example.org or https://example.org:8443")
+    return tuple(origins)
 
 
 def _octal(value: object) -> object:
@@ -125,6 +150,10 @@ class Settings(BaseSettings):
 
     host: str = _option("127.0.0.1", "Network", "address to listen on", metavar="ADDRESS")
     port: int = _option(8000, "Network", "port to listen on; 0 takes a free one", metavar="PORT", ge=0, le=65535)
+    api_keys_file: Path | None = _option(None, "Network", "hashed API keys, see `strata hash-key`", "no key is needed", "FILE")
+    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_origins)] = _option(
+        (), "Network", "web pages of this origin may call the API; repeatable, * for all", "none", "ORIGIN"
+    )
     drain_seconds: float = _option(30.0, "Network", "how long running requests may take to finish after SIGTERM", metavar="SECONDS", ge=0)
 
     layers: Annotated[tuple[LayerId, ...] | None, NoDecode, BeforeValidator(_layers)] = _option(
@@ -143,6 +172,36 @@ class Settings(BaseSettings):
     durability: Durability = _option("file", "Hidden states", "what is synced before a file is published")
     checksum: Checksum = _option("none", "Hidden states", "checksum kept in the record of a save")
     lock_files: bool = _option(True, "Hidden states", "hold FILE.lock while a file is written")
+    max_saved_bytes: Annotated[int | None, BeforeValidator(_size_or_none)] = _option(
+        None, "Hidden states", "what all saved files together may take; beyond it requests are answered with 507", "none", "SIZE", ge=1
+    )
+    min_free_bytes: Annotated[int | None, BeforeValidator(_size_or_zero)] = _option(
+        None,
+        "Hidden states",
+        "what saves leave free on every disk, else 507; 0 doesn't look at it",
+        "the smaller of 1GiB and 5 % of the file system",
+        "SIZE",
+        ge=0,
+    )
+    ttl_seconds: float | None = _option(
+        None,
+        "Hidden states",
+        "when files are removed, counted from the end of their save, unless the request says",
+        "never",
+        "SECONDS",
+        gt=0,
+        le=MAX_TTL_SECONDS,
+    )
+    keep_records: Annotated[float, BeforeValidator(_duration)] = _option(
+        7 * 86400.0,
+        "Hidden states",
+        "how long records of ended saves are kept, at most a million: 7d, 12h or seconds",
+        "7d",
+        "TIME",
+        gt=0,
+        le=MAX_TTL_SECONDS,
+        allow_inf_nan=False,
+    )
     umask: Annotated[int | None, BeforeValidator(_octal)] = _option(
         None, "Hidden states", "umask of files and folders, octal", "the process's", "UMASK", ge=0, le=0o777
     )

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from service.settings import Settings, flag_of
 
-REPEATABLE = frozenset({"save_root", "client_path_map"})
+REPEATABLE = frozenset({"save_root", "client_path_map", "cors_origin"})
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Sizes as people write them: `512MiB`, `4GiB`, `1.5GB`, plain bytes."""
+"""Sizes and times as people write them: `512MiB`, `4GiB`, `1.5GB`, plain bytes; `7d`, `12h`, plain seconds."""
 
 import re
 
@@ -14,6 +14,7 @@ UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
+SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
@@ -25,6 +26,15 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ValueError(f"{text!r} is not a size above 0; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
     return size
+
+
+def parse_duration(text: str) -> float:
+    """Seconds. Raises `ValueError` with a message for the operator."""
+    found = PATTERN.fullmatch(text.strip())
+    unit = SECONDS.get(found.group(2).lower()) if found else None
+    if found is None or unit is None:
+        raise ValueError(f"{text!r} is not a time; write seconds, or a number with s, m, h, d or w")
+    return float(found.group(1)) * unit
 
 
 def format_size(size: int) -> str:

@@ -1,7 +1,7 @@
 """The model's tokenizer: text to token ids and back, and the text of single tokens."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from engine.errors import InvalidRequest, ModelError
 from service.token_bytes import BYTE_FALLBACK, BYTE_LEVEL, DecoderKind, decoder_kind, piece_bytes
 
-_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class TokenizerMissing(ModelError):
@@ -21,16 +21,16 @@ class TokenizerMissing(ModelError):
 class Tokenizer:
     """A model folder's `tokenizer.json` with its `tokenizer_config.json`. Safe to use from several threads.
 
-    `chat_template` is the Jinja source of the default chat template, where the folder has one.
+    `chat_templates` are the Jinja sources of the chat templates by name; a model with one template has it as `default`.
     """
 
-    def __init__(self, backend: Backend, config: dict[str, Any], chat_template: str | None = None) -> None:
+    def __init__(self, backend: Backend, config: dict[str, Any], chat_templates: Mapping[str, str] | None = None) -> None:
         # A tokenizer file may ask for both; neither a cut prompt nor padding may reach the model unasked.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.config = config
-        self.chat_template = chat_template
+        self.chat_templates = dict(chat_templates or {})
         _mark_named_specials(backend, config)
         self.bos_id, self.eos_id, self.pad_id = (self._named_id(name) for name in ("bos_token", "eos_token", "pad_token"))
         self._added = dict(backend.get_added_tokens_decoder())
@@ -50,8 +50,19 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
             raise ModelError(f"{path} can't be read: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
-        return cls(backend, config, _chat_template(folder, config))
+        config = _with_special_tokens(folder, _read_json(folder / "tokenizer_config.json"))
+        return cls(backend, config, _chat_templates(folder, config))
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the special tokens that have a role, by the name of that role: what chat templates call them."""
+        texts = {name: _token_text(self.config.get(name)) for name in NAMED_SPECIALS}
+        return {name: text for name, text in texts.items() if text is not None}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template for all messages, where there is one."""
+        return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens` also those that the tokenizer's own template puts around a text.
@@ -118,7 +129,7 @@ class Tokenizer:
 def _mark_named_specials(backend: Backend, config: dict[str, Any]) -> None:
     """Tokens that the configuration names as special are special even where tokenizer.json forgot to say so."""
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    named = (_token_text(config.get(name)) for name in _NAMED_SPECIALS)
+    named = (_token_text(config.get(name)) for name in NAMED_SPECIALS)
     forgotten = [name for name in named if name is not None and name not in special and backend.token_to_id(name) is not None]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in forgotten])
 
@@ -149,12 +160,27 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """From `chat_template.jinja`, `chat_template.json` or tokenizer_config.json, in this order (as transformers does)."""
+def _with_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Older models name their special tokens in a file of its own, which transformers reads where the configuration lists no tokens."""
+    if "added_tokens_decoder" in config:
+        return config
+    named = _read_json(folder / "special_tokens_map.json")
+    return config | {name: named[name] for name in NAMED_SPECIALS if name in named}
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Files of their own go before chat_template.json, and that before tokenizer_config.json (as in transformers)."""
+    found = {path.stem: _read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return _read_text(file)
+        found["default"] = _read_text(file)
+    if found:
+        return found
     template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}.get("default")
-    return template if isinstance(template, str) else None
+        return {entry["name"]: entry["template"] for entry in template if _is_named_template(entry)}
+    return {"default": template} if isinstance(template, str) else {}
+
+
+def _is_named_template(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)

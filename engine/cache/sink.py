@@ -17,6 +17,9 @@ class RowSink(Protocol):
 
     def flush(self) -> None: ...
 
+    def discard(self) -> None:
+        """The step has failed: rows that were put and not flushed are forgotten."""
+
 
 class DirectSink:
     """For a model in host memory: one indexed copy per layer and step."""
@@ -31,6 +34,9 @@ class DirectSink:
 
     def flush(self) -> None:
         """Nothing is under way."""
+
+    def discard(self) -> None:
+        """Rows that were copied too early lie in pages that nobody reads before they are written again."""
 
 
 class StagedSink:
@@ -62,6 +68,9 @@ class StagedSink:
             return
         self._transfer()
         self._store_rows.index_copy_(0, torch.cat(self._slots), self._host[: self._used])
+        self.discard()
+
+    def discard(self) -> None:
         self._slots.clear()
         self._used = 0
 

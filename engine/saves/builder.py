@@ -1,5 +1,6 @@
 """The content of one save: rows as they come, then the tensors beside them, the header, and the name."""
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -12,6 +13,7 @@ import torch
 from engine.config import Checksum
 from engine.errors import SaveError
 from engine.saves import layout
+from engine.saves.bound import file_metadata, largest_header
 from engine.saves.chunk import SaveEnd
 from engine.saves.convert import (
     STORED_TYPES,
@@ -23,17 +25,15 @@ from engine.saves.convert import (
     layer_of_mean,
     to_stored,
 )
-from engine.saves.file import PartFile, Retry
+from engine.saves.file import PartFile
 from engine.saves.layout import TailTensor, TensorEntry
 from engine.saves.lock import names_file
+from engine.saves.patience import Patience
 from engine.saves.publish import publish_file, remove_if_present
 from engine.saves.spec import Durability, Range, SavedFile, SaveSpec
 
 PIECE_BYTES = 1 << 20
 """Rows gathered at once: small enough to stay in a core's cache between gathering, checking, converting and writing."""
-
-LARGEST_COUNT = 10**19
-"""Has as many digits as any number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ class WriterOptions:
 
 
 class FileBuilder:
-    """Only the thread that works on the save calls the methods. They raise `SaveError` and `OSError`; then `discard` is next."""
+    """Only the thread that works on the save calls the methods.
+
+    They raise `SaveError` and `OSError`; then `discard` is next. Where they raise `TryLater`, the same call is to be made again, by
+    whatever thread, and goes on where it stopped.
+    """
 
     def __init__(
         self, spec: SaveSpec, pages: torch.Tensor, options: WriterOptions, stop: threading.Event, *, num_rows: int | None, max_rows: int
@@ -62,7 +66,11 @@ class FileBuilder:
         self._width = pages.shape[2]
         self._row_bytes = len(spec.layers) * self._width * STORED_TYPES[spec.dtype].itemsize
         self._mean = RunningMean.zeros(len(spec.layers), self._width) if spec.pooling else None
+        self._patience = Patience(options.retry_seconds)
         self._kept: list[Range] = []
+        self._current: PagedRows | None = None
+        self._num_done = 0
+        """Rows of the current chunk that need no further work."""
         self._scales: list[torch.Tensor] = []
         self._written_rows = 0
         self._data_start = 0
@@ -78,18 +86,21 @@ class FileBuilder:
 
     def add_rows(self, rows: PagedRows, scratch: Scratch) -> None:
         """Writes the rows of a chunk behind those before it (pooled: adds them up), in pieces of bounded size."""
-        self._note(rows)
+        if self._current is not rows:
+            self._note(rows)
+            self._current, self._num_done = rows, 0
         row_size = len(self.spec.layers) * self._width * self._pages.dtype.itemsize
         step = max(1, PIECE_BYTES // row_size)
-        for first in range(0, rows.count, step):
-            if self._stop.is_set():
-                return
-            piece = gather(self._pages, rows, first, min(step, rows.count - first), scratch)
-            locate = layer_and_position(self.spec.layers, rows.position + first)
+        while self._num_done < rows.count and not self._stop.is_set():
+            count = min(step, rows.count - self._num_done)
+            piece = gather(self._pages, rows, self._num_done, count, scratch)
+            locate = layer_and_position(self.spec.layers, rows.position + self._num_done)
             if self._mean:
                 self._mean.add(piece, locate)
             else:
                 self._write_rows(piece, locate, scratch)
+            self._num_done += count
+            self._patience.progressed()
 
     def _note(self, rows: PagedRows) -> None:
         """Remembers which positions came, to compare them at the end with those that the tokens are of."""
@@ -101,54 +112,34 @@ class FileBuilder:
 
     def _write_rows(self, rows: torch.Tensor, locate: Callable[[int, int], str], scratch: Scratch) -> None:
         stored, scales = to_stored(rows, self.spec.dtype, locate, scratch)
-        if scales is not None:
-            self._scales.append(scales)
         data = stored.reshape(-1).view(torch.uint8).numpy().data
         self._open().write_at(data, self._data_start + self._written_rows * self._row_bytes)
+        if scales is not None:
+            self._scales.append(scales)
         self._written_rows += len(rows)
 
     def _open(self) -> PartFile:
         """The temporary file, made at its first use, once it is certain how much room the header may need."""
         if self._file is None:
             hidden_bytes = (self._num_rows or 0) * self._row_bytes
-            self._data_start = layout.data_start_for(len(self._largest_header()), hidden_bytes)
+            self._data_start = layout.data_start_for(len(largest_header(self.spec, self._width, self._max_rows)), hidden_bytes)
             target = self.spec.target
-            retry = Retry(self._options.retry_seconds, self._stop)
-            write_back = self._options.durability != "none"
-            self._file = PartFile.create(
-                target.directory_fd, f".{self.spec.save_id}.part", self._options.umask, retry, write_back=write_back
-            )
+            name, write_back = f".{self.spec.save_id}.part", self._options.durability != "none"
+            self._file = PartFile.create(target.directory_fd, name, self._options.umask, self._patience, write_back=write_back)
         return self._file
-
-    def _largest_header(self) -> bytes:
-        rows = self._max_rows
-        entries = [TensorEntry(layout.TOKEN_IDS, "I64", (rows,))]
-        if not self.spec.rows.everything:
-            entries.append(TensorEntry(layout.POSITIONS, "I64", (rows,)))
-        if self.spec.dtype == "float8_e4m3fn":
-            entries.append(TensorEntry(layout.SCALES, "F32", (rows, 1, 1)))
-        entries += [layout.client_entry(name, tensor) for name, tensor in self.spec.tensors.items()]
-        metadata = self._metadata(SaveEnd((), None, LARGEST_COUNT, LARGEST_COUNT), layout.int64_tail(layout.TOKEN_IDS, ()))
-        return layout.encode_header([self._hidden_entry(rows), *entries], metadata)
 
     def _hidden_entry(self, num_rows: int) -> TensorEntry:
         name = layout.STORED_NAMES[self.spec.dtype]
         return TensorEntry(layout.HIDDEN_STATES, name, (num_rows, len(self.spec.layers), self._width))
 
     def _metadata(self, end: SaveEnd, token_ids: TailTensor) -> dict[str, str]:
-        known_now = {
-            "dtype": self.spec.dtype,
-            "num_prompt_tokens": str(end.num_prompt_tokens),
-            "num_tokens": str(end.num_tokens),
-            "save_id": self.spec.save_id,
-            "tokens_sha256": hashlib.sha256(token_ids.values.tobytes()).hexdigest(),
-        }
-        return {**self.spec.metadata, **known_now}
+        digest = hashlib.sha256(token_ids.values.tobytes()).hexdigest()
+        return file_metadata(self.spec, end.num_prompt_tokens, end.num_tokens, digest)
 
     def complete(self, end: SaveEnd, scratch: Scratch) -> "FinishedFile":
         """Writes all that is left and makes it as durable as asked; the file then lacks nothing but its name."""
         self._check(end)
-        if self._mean:
+        if self._mean and not self._written_rows:
             self._write_rows(self._mean.row(), layer_of_mean(self.spec.layers), scratch)
         file = self._open()
         token_ids = layout.int64_tail(layout.TOKEN_IDS, end.token_ids)
@@ -161,7 +152,9 @@ class FileBuilder:
         file.write_at(memoryview(layout.pad_header(header, self._data_start)), 0)
         size = self._data_start + hidden.nbytes + len(tail_bytes)
         checksum = file.checksum(self._options.checksum, size)
-        if self._options.durability != "none":
+        if self._options.durability == "none":
+            file.flush()
+        else:
             file.sync()
         return FinishedFile(file, self.spec, (self._written_rows, len(self.spec.layers), self._width), end.num_tokens, size, checksum)
 
@@ -206,14 +199,32 @@ class FinishedFile:
     checksum: str | None
 
     def publish(self, *, sync_directory: bool) -> SavedFile:
-        """Raises `SaveError` "conflict" where the name is taken, and `OSError`; nothing stands under the name then that is ours."""
-        target = self.spec.target
-        publish_file(target.directory_fd, self.file.name, target.name, replace=target.replace)
+        """Raises `SaveError` "conflict" where the name is taken, `OSError` and `TryLater`; nothing of ours stands under the name then."""
+        status = os.fstat(self.file.fd)
+        self.file.patience.run(self._give_name)
         if sync_directory:
             self._sync_directory()
-        status = os.fstat(self.file.fd)
-        self.file.close()
+        # All that could be said against the file has been said by now.
+        with contextlib.suppress(OSError):
+            self.file.close()
         return SavedFile(self.shape, self.num_tokens, self.size, status.st_dev, status.st_ino, self.checksum)
+
+    def _give_name(self) -> None:
+        target = self.spec.target
+        try:
+            publish_file(target.directory_fd, self.file.name, target.name, replace=target.replace)
+        except (OSError, SaveError):
+            if not self._stands():
+                raise
+
+    def _stands(self) -> bool:
+        """Network file systems can lose the answer to a call that was carried out, or carry it out twice."""
+        target = self.spec.target
+        with contextlib.suppress(OSError):
+            if names_file(target.directory_fd, target.name, self.file.fd):
+                remove_if_present(target.directory_fd, self.file.name)
+                return True
+        return False
 
     def _sync_directory(self) -> None:
         target = self.spec.target

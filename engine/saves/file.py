@@ -5,107 +5,81 @@ import fcntl
 import hashlib
 import importlib
 import os
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.config import Checksum
 from engine.errors import ConfigError, SaveError
 from engine.saves import libc
 from engine.saves.lock import create_file, names_file
+from engine.saves.patience import DISK_FULL, Patience
 from engine.saves.publish import remove_if_present
-
-Result = TypeVar("Result")
 
 COPY_BYTES = 1 << 20
 WRITE_BACK_BYTES = 8 << 20
 CREATE_ATTEMPTS = 16
-FIRST_DELAY_SECONDS = 0.01
-LONGEST_DELAY_SECONDS = 0.5
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_AT_ONCE = (errno.EINTR, errno.EAGAIN)
-_WITH_DELAY = (*_DISK_FULL, errno.EIO)
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 def disk_error(error: OSError, path: str) -> SaveError:
     """What a failed system call means for the client."""
     code = error.errno
-    return SaveError("no_space" if code in _DISK_FULL else "io_error", f"writing {path} failed: {os.strerror(code or errno.EIO)}")
-
-
-@dataclass(frozen=True)
-class Retry:
-    """Repeats a system call while what stands in its way may still pass: EINTR and EAGAIN at once, a full or failing disk with pauses."""
-
-    seconds: float
-    stop: threading.Event
-    """Ends a pause early: the save was cancelled."""
-
-    def run(self, operation: Callable[[], Result]) -> Result:
-        """Raises the last `OSError` when the time is up, and any that time doesn't heal at once."""
-        deadline: float | None = None
-        delay = FIRST_DELAY_SECONDS
-        while True:
-            try:
-                return operation()
-            except OSError as error:
-                if error.errno not in _AT_ONCE and error.errno not in _WITH_DELAY:
-                    raise
-                now = time.monotonic()
-                deadline = now + self.seconds if deadline is None else deadline
-                if now >= deadline or self.stop.is_set():
-                    raise
-                if error.errno in _WITH_DELAY:
-                    self.stop.wait(min(delay, deadline - now))
-                    delay = min(2 * delay, LONGEST_DELAY_SECONDS)
+    return SaveError("no_space" if code in DISK_FULL else "io_error", f"writing {path} failed: {os.strerror(code or errno.EIO)}")
 
 
 @dataclass
 class PartFile:
-    """An open `.part` file. Methods raise `OSError`; only the thread that works on the save calls them."""
+    """An open `.part` file. Only the thread that works on the save calls the methods.
+
+    They raise `OSError`, and `TryLater` where another attempt may work: the same call with the same arguments then goes on.
+    """
 
     directory_fd: int
     name: str
     fd: int
-    retry: Retry
+    patience: Patience
     write_back: bool
     bytes_written: int = 0
     write_seconds: float = 0.0
     _written_back: int = field(default=0, init=False)
+    _unmoved_end: int | None = field(default=None, init=False)
+    _moving: bytes | None = field(default=None, init=False)
 
     @classmethod
-    def create(cls, directory_fd: int, name: str, umask: int, retry: Retry, *, write_back: bool) -> "PartFile":
+    def create(cls, directory_fd: int, name: str, umask: int, patience: Patience, *, write_back: bool) -> "PartFile":
         """Creates and locks it. A cleaner may take it between the two, for one that nobody holds: then there is a next try."""
         for _ in range(CREATE_ATTEMPTS):
-            fd = retry.run(partial(create_file, directory_fd, name, umask))
-            if _lock(fd) and names_file(directory_fd, name, fd):
-                return cls(directory_fd, name, fd, retry, write_back)
-            os.close(fd)
-            remove_if_present(directory_fd, name)
+            fd = patience.run(partial(create_file, directory_fd, name, umask))
+            try:
+                ours = _lock(fd) and names_file(directory_fd, name, fd)
+            except BaseException:
+                _drop(directory_fd, name, fd)
+                raise
+            if ours:
+                return cls(directory_fd, name, fd, patience, write_back)
+            _drop(directory_fd, name, fd)
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     def write_at(self, data: memoryview, offset: int) -> None:
-        """Writes all of `data` (bytes), however many calls it takes."""
-        started = time.monotonic()
+        """Writes all of `data` (bytes), however many calls it takes. Another attempt writes it again from its first byte on."""
+        started, size = time.monotonic(), len(data)
         try:
             while data:
-                written = self.retry.run(partial(_write_some, self.fd, data, offset))
+                written = self.patience.run(partial(_write_some, self.fd, data, offset))
                 data, offset = data[written:], offset + written
-                self.bytes_written += written
         finally:
             self.write_seconds += time.monotonic() - started
+        self.bytes_written += size
         self._start_write_back(offset)
 
     def read_at(self, size: int, offset: int) -> bytes:
         """Exactly `size` bytes that were written before."""
         pieces = []
         while size:
-            piece = self.retry.run(partial(os.pread, self.fd, size, offset))
+            piece = self.patience.run(partial(os.pread, self.fd, size, offset))
             if not piece:
                 raise OSError(errno.EIO, "the file is shorter than what was written")
             pieces.append(piece)
@@ -113,12 +87,18 @@ class PartFile:
         return b"".join(pieces)
 
     def move(self, start: int, size: int, by: int) -> None:
-        """Moves `size` bytes up by `by`, from the end on, so that nothing is overwritten that is still to be moved."""
-        end = start + size
+        """Moves `size` bytes up by `by`, from the end on, so that nothing is overwritten that is still to be moved.
+
+        A piece that was written in part has spoilt its own source, so what was read of it is kept until it is written whole.
+        """
+        end = start + size if self._unmoved_end is None else self._unmoved_end
         while end > start:
             begin = max(start, end - COPY_BYTES)
-            self.write_at(memoryview(self.read_at(end - begin, begin)), begin + by)
+            self._moving = self._moving or self.read_at(end - begin, begin)
+            self.write_at(memoryview(self._moving), begin + by)
+            self._moving, self._unmoved_end = None, begin
             end = begin
+        self._unmoved_end = None
 
     def _start_write_back(self, end: int) -> None:
         """Has the kernel begin to write what is new, so that the last fsync has little left to do. A hint: failures are left to fsync."""
@@ -137,6 +117,13 @@ class PartFile:
             os.fsync(self.fd)
         finally:
             self.write_seconds += time.monotonic() - started
+
+    def flush(self) -> None:
+        """What a network file system would only say when the file is closed: that there was no room for what it took before.
+
+        Closing a second descriptor has the same effect and keeps the lock.
+        """
+        os.close(os.dup(self.fd))
 
     def checksum(self, algorithm: Checksum, size: int) -> str | None:
         """Of the whole file, `algorithm:hex`; read back in pieces, since the header is written last."""
@@ -180,9 +167,15 @@ def _lock(fd: int) -> bool:
         return False
     except OSError as error:
         if error.errno not in _NO_FLOCK:
-            os.close(fd)
             raise
     return True
+
+
+def _drop(directory_fd: int, name: str, fd: int) -> None:
+    try:
+        remove_if_present(directory_fd, name)
+    finally:
+        os.close(fd)
 
 
 def _write_some(fd: int, data: memoryview, offset: int) -> int:

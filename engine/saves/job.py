@@ -30,7 +30,9 @@ class SaveJob:
         self.builder = builder
         self.operations: deque[Operation] = deque()
         self.scheduled = False
-        """Whether it lies in the writer's queue or a thread works on it."""
+        """Whether it lies in the writer's queue, pauses, or a thread works on it."""
+        self.not_before = 0.0
+        """Monotonic time until which it pauses: the disk didn't take what it had to write."""
         self.error: SaveError | None = None
         self.decided = False
         """The file is being published, or the save has ended: too late to cancel."""

@@ -12,9 +12,11 @@ import stat
 from dataclasses import dataclass
 
 from engine.errors import ConfigError, EngineError
+from engine.saves.publish import remove_if_present
 
 LOCK_SUFFIX = ".lock"
 ATTEMPTS = 16
+_NO_MODES = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP)
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -26,10 +28,22 @@ def create_file(directory_fd: int, name: str, umask: int) -> int:
     """Opens a new file of mode `0666 & ~umask`; raises `FileExistsError` for a name that is taken, by a symlink too."""
     mode = 0o666 & ~umask
     fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, mode, dir_fd=directory_fd)
-    # The process's own umask may have cut the mode. Some file systems keep no modes and refuse this.
-    with contextlib.suppress(PermissionError):
-        os.fchmod(fd, mode)
+    try:
+        _set_mode(fd, mode)
+    except OSError:
+        os.close(fd)
+        os.unlink(name, dir_fd=directory_fd)
+        raise
     return fd
+
+
+def _set_mode(fd: int, mode: int) -> None:
+    """The process's own umask may have cut it. Some file systems keep no modes and refuse to set one."""
+    try:
+        os.fchmod(fd, mode)
+    except OSError as error:
+        if error.errno not in _NO_MODES:
+            raise
 
 
 def names_file(directory_fd: int, name: str, fd: int) -> bool:
@@ -61,11 +75,15 @@ class LockFile:
         """
         lock_name = name + LOCK_SUFFIX
         for _ in range(ATTEMPTS):
-            fd = _open(directory_fd, lock_name, umask)
-            if fd is None:
-                continue
-            if _lock_is_ours(directory_fd, lock_name, fd):
-                return cls(directory_fd, lock_name, fd)
+            fd, made = _open(directory_fd, lock_name, umask)
+            try:
+                if fd is not None and _lock_is_ours(directory_fd, lock_name, fd):
+                    return cls(directory_fd, lock_name, fd)
+            except OSError:
+                if made:
+                    with contextlib.suppress(OSError):
+                        remove_if_present(directory_fd, lock_name)
+                raise
         raise LockBusy(f"{lock_name} is replaced by somebody again and again")
 
     def release(self) -> None:
@@ -85,19 +103,17 @@ class LockFile:
             return
         try:
             if names_file(self.directory_fd, self.name, self.fd):
-                os.unlink(self.name, dir_fd=self.directory_fd)
-        except FileNotFoundError:
-            pass
+                remove_if_present(self.directory_fd, self.name)
         finally:
             self.release()
 
 
-def _open(directory_fd: int, lock_name: str, umask: int) -> int | None:
-    """None where the file went away between two looks."""
+def _open(directory_fd: int, lock_name: str, umask: int) -> tuple[int | None, bool]:
+    """The descriptor, None where the file went away between two looks; and whether the file was made here."""
     try:
-        return create_file(directory_fd, lock_name, umask)
+        return create_file(directory_fd, lock_name, umask), True
     except FileExistsError:
-        return _open_existing(directory_fd, lock_name)
+        return _open_existing(directory_fd, lock_name), False
 
 
 def _open_existing(directory_fd: int, lock_name: str) -> int | None:

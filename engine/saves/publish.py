@@ -13,6 +13,9 @@ from engine.saves import libc
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM})
 
 
+REMOVE_ATTEMPTS = 3
+
+
 class PublishMethod(Enum):
     """How a file gets a name that must not exist yet."""
 
@@ -53,8 +56,17 @@ def probe_publishing(directory_fd: int) -> PublishMethod:
 
 
 def remove_if_present(directory_fd: int, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory_fd)
+    """Tried again where it fails for a moment: nobody else would remove the file soon. Raises the last `OSError`."""
+    for attempts_left in range(REMOVE_ATTEMPTS - 1, -1, -1):
+        try:
+            os.unlink(name, dir_fd=directory_fd)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINTR, errno.EAGAIN, errno.EIO) or not attempts_left:
+                raise
+        else:
+            return
 
 
 def _publish_new(directory_fd: int, temporary: str, name: str) -> PublishMethod:
@@ -86,7 +98,7 @@ def _link(directory_fd: int, temporary: str, name: str) -> None:
             raise
     # Where this fails the file stands under its name all the same; a second name that nobody has locked goes with the next cleaning.
     with contextlib.suppress(OSError):
-        os.unlink(temporary, dir_fd=directory_fd)
+        remove_if_present(directory_fd, temporary)
 
 
 def _same_file(directory_fd: int, one: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Literal
@@ -16,6 +17,7 @@ from engine.saves.compute_threads import keep_to_one_compute_thread
 from engine.saves.convert import Scratch
 from engine.saves.file import disk_error, new_digest
 from engine.saves.job import Operation, SaveJob
+from engine.saves.patience import TryLater
 from engine.saves.spec import Durability, SavedFile, SaveEvent, SaveSpec
 
 __all__ = ["RowChunk", "SaveEnd", "SaveJob", "SaveWriter"]
@@ -29,7 +31,7 @@ class SaveWriter:
     """A pool of threads over a queue of saves.
 
     A save's operations run one at a time and in order; after each of them the save goes to the end of the queue, so that a long one
-    doesn't hold up the short ones.
+    doesn't hold up the short ones. A save whose disk is full or fails pauses outside the queue, and no thread waits for it.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class SaveWriter:
         self._work = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._ready: deque[SaveJob] = deque()
+        self._paused: set[SaveJob] = set()
         self._open: set[SaveJob] = set()
         self._active = 0
         self._depth = 0
@@ -132,6 +135,8 @@ class SaveWriter:
             if job.decided or job.failed:
                 return
             job.fail(error)
+            if job in self._paused:
+                self._wake(job)
             self._schedule(job)
 
     def announce(self, job: SaveJob, event: SaveEvent) -> None:
@@ -146,13 +151,22 @@ class SaveWriter:
     # The threads.
 
     def _schedule(self, job: SaveJob) -> None:
-        if not job.scheduled:
-            job.scheduled = True
+        if job.scheduled:
+            return
+        job.scheduled = True
+        if job.not_before > time.monotonic() and not job.failed:
+            self._paused.add(job)
+        else:
             self._ready.append(job)
-            self._work.notify()
+        self._work.notify()
+
+    def _wake(self, job: SaveJob) -> None:
+        self._paused.remove(job)
+        self._ready.append(job)
+        self._work.notify()
 
     def _is_idle(self) -> bool:
-        return not self._ready and not self._active
+        return not self._ready and not self._paused and not self._active
 
     def _run(self) -> None:
         keep_to_one_compute_thread()
@@ -163,11 +177,19 @@ class SaveWriter:
 
     def _take(self) -> SaveJob | None:
         with self._work:
-            self._work.wait_for(lambda: self._ready or self._closing)
-            if not self._ready:
-                return None
+            while not self._ready:
+                if self._closing and not self._paused:
+                    return None
+                self._work.wait(self._end_pauses())
             self._active += 1
             return self._ready.popleft()
+
+    def _end_pauses(self) -> float | None:
+        """Makes saves ready that have paused for long enough; returns how long there is nothing to do (None: nobody knows)."""
+        now = time.monotonic()
+        for job in [job for job in self._paused if job.not_before <= now]:
+            self._wake(job)
+        return 0.0 if self._ready else min((job.not_before - now for job in self._paused), default=None)
 
     def _put_back(self, job: SaveJob) -> None:
         builder = job.builder
@@ -186,19 +208,34 @@ class SaveWriter:
         """One operation of a save that goes well; for one that has failed, all that is left to be done."""
         operation = self._next_operation(job)
         if operation is not None:
-            try:
-                self._perform(job, operation, scratch)
-            except Exception as error:  # whatever it is, only this save fails
-                with self._lock:
-                    job.fail(self._save_error(job, error))
-            finally:
+            pause = self._attempt(job, operation, scratch)
+            if pause is None:
                 self._done(operation)
+            else:
+                self._postpone(job, operation, pause)
         if job.failed or job.ended:
             self._abandon(job)
 
     def _next_operation(self, job: SaveJob) -> Operation | None:
         with self._lock:
             return job.operations.popleft() if job.operations and not (job.failed or job.ended) else None
+
+    def _attempt(self, job: SaveJob, operation: Operation, scratch: Scratch) -> float | None:
+        """How long to wait before it is tried again; None: it is done with, well or badly."""
+        try:
+            self._perform(job, operation, scratch)
+        except TryLater as later:
+            return later.seconds
+        except BaseException as error:  # whatever it is, only this save fails
+            with self._lock:
+                job.fail(self._save_error(job, error))
+        return None
+
+    def _postpone(self, job: SaveJob, operation: Operation, seconds: float) -> None:
+        with self._lock:
+            job.operations.appendleft(operation)
+            job.decided = False  # where publishing is what failed
+            job.not_before = time.monotonic() + seconds
 
     def _perform(self, job: SaveJob, operation: Operation, scratch: Scratch) -> None:
         if isinstance(operation, RowChunk):
@@ -244,7 +281,7 @@ class SaveWriter:
         with self._lock:
             self._depth -= 1
 
-    def _save_error(self, job: SaveJob, error: Exception) -> SaveError:
+    def _save_error(self, job: SaveJob, error: BaseException) -> SaveError:
         if isinstance(error, SaveError):
             return error
         if isinstance(error, OSError):
@@ -256,5 +293,5 @@ class SaveWriter:
         """Runs foreign code that must not end a writer thread."""
         try:
             callback()
-        except Exception:
+        except BaseException:
             logger.exception("a callback of the save writer failed")

@@ -1,128 +1,17 @@
 """`POST /v1/completions`."""
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
 
-from engine.errors import SaveError
-from service.admission import Plan, Replay, admit, make_plan
-from service.api.bodies import accepted_answer, encoded, replayed_answer, whole_answer
-from service.api.dependencies import WorkServices
-from service.api.stream import CompletionStream, EventStream, replayed_events
-from service.errors import NotServing, SaveFailed
-from service.generation import Generation
-from service.records import SaveRecord
-from service.schemas.answers import ERRORS, CompletionAnswer, ErrorAnswer
+from service.api.answering import RESPONSES, answer
+from service.api.dependencies import Owner, WorkServices
+from service.schemas.answers import CompletionAnswer
 from service.schemas.completions import CompletionRequest
-from service.services import Services
+from service.strict_json import StrictRoute
 
-router = APIRouter(tags=["completions"])
-
-CLIENT_CLOSED_REQUEST = 499
-"""What nginx logs for a client that left; nobody reads it."""
-
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    **ERRORS,
-    202: {"model": CompletionAnswer, "description": 'Accepted, with `wait: "accepted"`: poll the save.'},
-    403: {"model": ErrorAnswer, "description": "A path outside the allowed roots."},
-    404: {"model": ErrorAnswer, "description": "Another model than the served one."},
-    409: {"model": ErrorAnswer, "description": "The path exists or is in flight, or the idempotency key was used with another body."},
-    413: {"model": ErrorAnswer, "description": "The body is too large."},
-    429: {"model": ErrorAnswer, "description": "The queue is full; see Retry-After."},
-    500: {"model": ErrorAnswer, "description": "The engine or a save failed; a failed save's id is in the body."},
-    507: {"model": ErrorAnswer, "description": "The disk is full."},
-}
+router = APIRouter(tags=["completions"], route_class=StrictRoute)
 
 
-@router.post("/v1/completions", response_model=CompletionAnswer, responses=RESPONSES)
-async def create_completion(body: CompletionRequest, request: Request, services: WorkServices) -> Response:
+@router.post("/v1/completions", response_model=CompletionAnswer, responses=RESPONSES | {202: RESPONSES[202] | {"model": CompletionAnswer}})
+async def create_completion(body: CompletionRequest, request: Request, services: WorkServices, owner: Owner) -> Response:
     """Completes a prompt and, with `kv_transfer_params`, saves hidden states. With `stream` the answer is server-sent events."""
-    request.state.request_id = body.request_id or request.state.request_id
-    plan = await make_plan(services, body, request.state.request_id, await request.json())
-    started = await admit(services, plan)
-    request.state.admitted = True
-    if isinstance(started, Replay):
-        services.metrics.request_ended("replayed")
-        return await _replay(services, plan, started, request)
-    if plan.wait == "accepted":
-        services.start_in_background(_run_detached(started))
-        return _json(accepted_answer(services, plan, started), 202)
-    if body.stream:
-        return EventStream(CompletionStream(services, plan, started).events(), started)
-    return await _answer(services, plan, started, request)
-
-
-async def _answer(services: Services, plan: Plan, generation: Generation, request: Request) -> Response:
-    """Runs to the end, unless the client leaves."""
-    try:
-        if not await _unless_gone(generation.run(), request):
-            generation.close("aborted")
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        generation.close("completed")
-        return _json(whole_answer(services, plan, generation))
-    finally:
-        generation.close("failed")  # does nothing after the other two
-
-
-async def _run_detached(generation: Generation) -> None:
-    try:
-        async for _ in generation.deltas():
-            pass
-        failed = any(choice.failure() is not None for choice in generation.choices)
-        generation.close("failed" if failed else "completed")
-    finally:
-        generation.close("failed")
-
-
-async def _replay(services: Services, plan: Plan, replay: Replay, request: Request) -> Response:
-    """Answers out of the records of the first request with the key, waiting for as much of it as that request did."""
-    if plan.wait == "accepted":
-        return _json(replayed_answer(services, plan, replay.records), 202)
-    records = list(replay.records)
-
-    async def wait() -> None:
-        records[:] = [await _settled(services, plan, record) for record in records]
-
-    if not await _unless_gone(wait(), request):
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    answer = replayed_answer(services, plan, records)
-    return EventStream(replayed_events(plan, answer), None) if plan.body.stream else _json(answer)
-
-
-async def _settled(services: Services, plan: Plan, record: SaveRecord) -> SaveRecord:
-    """The record when it can be answered: ended or, without waiting, with its text. Raises `SaveFailed`."""
-    if not record.ended and (plan.wait is True or record.output is None):
-        ended = await asyncio.wrap_future(services.registry.ended(record.id))
-        if ended is None:
-            raise NotServing("the save that this request repeats has just been removed")
-        record = ended
-    if record.ended and record.status != "completed":
-        raise SaveFailed(record.id, SaveError("cancelled", record.error_message or f"the save is {record.status}"))
-    return record
-
-
-async def _unless_gone(work: Coroutine[Any, Any, None], request: Request) -> bool:
-    """Runs a coroutine and raises what it raises. False, and it is cancelled, where the client left before it was done."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return False
-        await task
-        return True
-    finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(encoded(body), status, media_type="application/json")
+    return await answer(services, body, request, owner)

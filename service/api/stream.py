@@ -7,7 +7,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.admission import Plan
-from service.api.bodies import chunk_choice, encoded, envelope, first_chunk_choice
+from service.api.bodies import chunk_choice, encoded, envelope, first_chunk_choice, top_ids
 from service.choice import Choice, Delta
 from service.errors import as_service_error, error_body
 from service.exceptions import ServiceError
@@ -16,6 +16,10 @@ from service.services import Services
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
+HEARTBEAT_SECONDS = 15.0
+"""How long a stream may be silent: proxies commonly give up after 60 seconds."""
+HEARTBEAT = b": keep-alive\n\n"
+"""A comment, which clients skip: it keeps connections open that something between here and there would close for being idle."""
 
 
 def event(body: Json) -> bytes:
@@ -56,9 +60,12 @@ class CompletionStream:
             for choice in choices:
                 body = first_chunk_choice(self._plan, choice)
                 if body is not None:
-                    yield self._chunk(body)
-            async for choice, delta in self._generation.deltas():
-                for body in self._news(choice, delta):
+                    yield self._chunk(body, top_ids(self._plan))
+            async for step in self._generation.progress(HEARTBEAT_SECONDS):
+                if step is None:
+                    yield HEARTBEAT
+                    continue
+                for body in self._news(*step):
                     yield self._chunk(body)
             for choice in choices:
                 for body in self._news(choice, Delta()):
@@ -85,11 +92,11 @@ class CompletionStream:
         usage = [event(self._envelope([]) | {"usage": self._generation.usage()})] if self._include_usage else []
         return [*usage, DONE]
 
-    def _chunk(self, choice: Json) -> bytes:
-        return event(self._envelope([choice]) | ({"usage": None} if self._include_usage else {}))
+    def _chunk(self, choice: Json, more: Json | None = None) -> bytes:
+        return event(self._envelope([choice]) | (more or {}) | ({"usage": None} if self._include_usage else {}))
 
     def _envelope(self, choices: list[Json]) -> Json:
-        return envelope(self._services, self._plan.request_id, self._generation.created, choices)
+        return envelope(self._services, self._plan, self._generation.created, choices, chunk=True)
 
 
 def _error_event(error: ServiceError, index: int, num_choices: int) -> Json:

@@ -27,7 +27,7 @@ class ErrorAnswer(Answer):
 
 
 class SaveTransfer(Answer):
-    """`kv_transfer_params` of an answer. The last three fields come with the status `completed`."""
+    """`kv_transfer_params` of an answer. The last four fields come with the status `completed`."""
 
     hidden_states_path: str
     save_id: str
@@ -37,6 +37,8 @@ class SaveTransfer(Answer):
     num_tokens: int | None = None
     shape: list[int] | None = None
     bytes: int | None = None
+    url: str | None = None
+    """Of the file, on this server."""
 
 
 class Logprobs(Answer):
@@ -44,6 +46,21 @@ class Logprobs(Answer):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class TokenLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ScoredToken(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ScoredToken]
+    refusal: None = None
 
 
 class CompletionChoice(Answer):
@@ -79,6 +96,51 @@ class CompletionAnswer(Answer):
     kv_transfer_params: SaveTransfer | None = None
 
 
+class ChatMessage(Answer):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChoice(Answer):
+    """`message` in whole answers, `delta` in the chunks of a stream."""
+
+    index: int
+    message: ChatMessage | None = None
+    delta: ChatMessage | None = None
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = None
+    kv_transfer_params: SaveTransfer | None = None
+
+
+class ChatAnswer(Answer):
+    """Also the form of a stream's chunks."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: SaveTransfer | None = None
+
+
+class RenderAnswer(Answer):
+    token_ids: list[int]
+
+
+class TokenizeAnswer(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None = None
+
+
+class DetokenizeAnswer(Answer):
+    prompt: str
+
+
 class SaveError(Answer):
     code: str
     message: str | None
@@ -88,7 +150,7 @@ class SaveOutput(Answer):
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | ChatLogprobs | None = None
 
 
 class SaveAnswer(Answer):
@@ -145,12 +207,30 @@ class Health(Answer):
     status: Literal["ok", "starting", "draining", "dead", "stopped"]
 
 
+class Front(Answer):
+    """What stands on the front page; `model` is null until the model is loaded."""
+
+    version: str
+    status: Literal["ok", "starting", "draining", "dead", "stopped"]
+    model: dict[str, Any] | None
+    links: dict[str, str]
+
+
 class Version(Answer):
     version: str
 
 
 Json = dict[str, Any]
+COMMON_ERRORS: dict[int | str, Json] = {
+    401: {"model": ErrorAnswer, "description": "No API key, or one that isn't valid."},
+    408: {"model": ErrorAnswer, "description": "The request took too long to arrive."},
+    413: {"model": ErrorAnswer, "description": "The body is too large."},
+    429: {"model": ErrorAnswer, "description": "Too much is being asked at one time; see Retry-After."},
+    431: {"model": ErrorAnswer, "description": "Too many or too large headers."},
+}
+"""What any route that needs a key may answer."""
 ERRORS: dict[int | str, Json] = {
     400: {"model": ErrorAnswer, "description": "A bad value: the message names the field and the bound."},
     503: {"model": ErrorAnswer, "description": "Starting, draining or dead."},
 }
+WRONG_MODEL: dict[int | str, Json] = {404: {"model": ErrorAnswer, "description": "Another model than the served one."}}

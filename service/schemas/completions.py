@@ -1,24 +1,13 @@
 """The body of `POST /v1/completions`."""
 
-import logging
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from engine.errors import InvalidRequest
-from service.schemas.fields import Body, Text, checked_text, is_integer, is_number, shown
-from service.schemas.transfer import TransferParams
-from service.schemas.unsupported import refuse_unsupported
-
-log = logging.getLogger(__name__)
-
-MAX_LOGPROBS = 20
-MAX_CHOICES = 128
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024
-REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
-"""Request ids are answered in a header, so: printable ASCII without spaces."""
+from service.schemas.fields import checked_text, is_integer
+from service.schemas.generation import MAX_LOGPROBS, TEXT_SCHEMA, GenerationRequest
+from service.schemas.unsupported import COMPLETIONS
 
 Prompt = str | list[int]
 
@@ -53,114 +42,42 @@ def _token_prompt(ids: list[int]) -> list[int]:
     return ids
 
 
-def _stop(value: object) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise InvalidRequest(f"stop must be a string or a list of strings, got {shown(value)}", "stop")
-    if len(items) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop holds {len(items)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
-    if not all(1 <= len(item) <= MAX_STOP_LENGTH for item in items):
-        raise InvalidRequest(f"stop holds a string that is not 1 to {MAX_STOP_LENGTH} characters long", "stop")
-    return tuple(checked_text(item, "stop") for item in items)
-
-
-def _logit_bias(value: object) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"logit_bias must be an object of token id to number, got {shown(value)}", "logit_bias")
-    return {_bias_key(key): _bias(bias) for key, bias in value.items()}
-
-
-def _bias_key(key: str) -> int:
-    if key.isascii() and key.isdigit() and len(key) <= 18:
-        return int(key)
-    raise InvalidRequest(f"logit_bias holds the key {shown(key)}; keys are token ids", "logit_bias")
-
-
-def _bias(value: object) -> float:
-    if isinstance(value, int | float) and is_number(value) and -100 <= value <= 100:
-        return float(value)
-    raise InvalidRequest(f"logit_bias holds {shown(value)}; values are numbers from -100 to 100", "logit_bias")
-
-
-_IDS_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        _TEXT_SCHEMA,
-        {"type": "array", "minItems": 1, "items": _TEXT_SCHEMA},
+        TEXT_SCHEMA,
+        {"type": "array", "minItems": 1, "items": TEXT_SCHEMA},
         _IDS_SCHEMA,
         {"type": "array", "minItems": 1, "items": _IDS_SCHEMA},
     ]
 }
-_STOP_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _TEXT_SCHEMA}]}
-_BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}, "default": {}}
 
 PromptField = Annotated[tuple[tuple[Prompt, ...], bool], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-TokenId = Annotated[int, Field(ge=0)]
 
 
-class StreamOptions(Body):
-    """Options of a streamed answer."""
-
-    model_config = ConfigDict(extra="allow")
-
-    include_usage: bool = Field(False, description="A last chunk without choices carries the usage.")
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        refuse_unsupported(self.model_extra or {})
-        return self
-
-
-class CompletionRequest(Body):
+class CompletionRequest(GenerationRequest):
     """An OpenAI completion, with what Strata adds. null is the same as an absent field."""
 
-    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar = COMPLETIONS
 
-    model: Text | None = Field(None, description="The served model's name; absent: that model.")
     prompt: PromptField = Field(description="Text, token ids, or a list of either.")
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="Absent: 16, or what room is left. 0: only the prompt is run.")
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=2**31 - 1, description="0 or -1: no limit.")
-    min_p: float = Field(0.0, ge=0, le=1)
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)] = Field(
-        (), description="Text that ends a choice."
-    )
-    stop_token_ids: list[TokenId] = Field([], max_length=1024, description="Tokens that end a choice.")
-    ignore_eos: bool = Field(False, description="Go on after an end-of-sequence token.")
+    add_special_tokens: bool = Field(True, description="Whether text prompts get the tokenizer's special tokens.")
     echo: bool = Field(False, description="The prompt stands before the text.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of the token and this many likeliest ones.")
-    logit_bias: Annotated[Mapping[int, float], PlainValidator(_logit_bias), WithJsonSchema(_BIAS_SCHEMA)] = Field({})
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
-    stream: bool = Field(False, description="Answer with server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    user: Text | None = Field(None, description="Not used.")
-    request_id: Text | None = Field(
-        None, pattern=REQUEST_ID_PATTERN, description="Kept in the record and the file, and answered in X-Request-Id."
-    )
-    return_token_ids: bool = Field(False, description="Choices carry prompt_token_ids and token_ids.")
-    add_special_tokens: bool = Field(True, description="Whether text prompts get the tokenizer's special tokens.")
-    truncate_prompt_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Keep this many tokens of a longer prompt.")
-    truncation_side: Literal["left", "right"] = Field("left", description="Where a longer prompt is cut.")
-    cache_salt: Text = Field("", max_length=1024, description="Cached prefixes are shared only with requests of the same salt.")
-    priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
-    kv_transfer_params: TransferParams | None = Field(None, description="What to save.")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        extra = self.model_extra or {}
-        refuse_unsupported(extra)
-        if extra:
-            log.debug("ignored fields of a completion: %s", ", ".join(sorted(extra))[:500])
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream: true", "stream_options")
-        return self
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         return self.prompt[0]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return self.echo

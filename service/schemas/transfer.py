@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJso
 
 from engine.errors import InvalidRequest
 from engine.saves.spec import ALL_ROWS, LAST_ROW, ClientTensor, RowSelection
+from service.records import MAX_TTL_SECONDS
 from service.schemas.fields import Body, Text, checked_text, is_integer, is_number, shown
 
 PREFIX = "kv_transfer_params"
@@ -140,6 +141,9 @@ class TransferParams(Body):
     )
     idempotency_key: Text | None = Field(None, min_length=1, max_length=256, description="A repeated request returns the existing save.")
     on_conflict: Literal["error", "replace"] = Field("error", description="What to do where the target file exists.")
+    ttl_seconds: float | None = Field(
+        None, gt=0, le=MAX_TTL_SECONDS, description="Seconds from the end of the save until its file is removed; absent: --ttl-seconds."
+    )
     extract: bool | None = Field(None, description="false: no file for this request; true: extract, with all defaults.")
 
     @model_validator(mode="before")

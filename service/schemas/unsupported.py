@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 from engine.errors import InvalidRequest
 
-# Name of the field, and the values beside null that ask for nothing.
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+Table = Mapping[str, tuple[object, ...]]
+"""Name of a field, and the values beside null that ask for nothing."""
+
+COMMON: Table = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "best_of": (1,),
@@ -24,9 +26,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "lora": (),
     "lora_path": (),
     "lora_request": (),
-    "max_completion_tokens": (),
     "max_new_tokens": (),
-    "messages": (),
     "min_new_tokens": (0,),
     "min_tokens": (0,),
     "prompt_embeds": (),
@@ -40,18 +40,48 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "tools": ([],),
-    "top_logprobs": (),
     "typical_p": (1, 1.0),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 
+COMPLETIONS: Table = {
+    **COMMON,
+    "max_completion_tokens": (),
+    "messages": (),
+    "tools": ([],),
+    "top_logprobs": (),
+}
 
-def refuse_unsupported(fields: Mapping[str, object]) -> None:
+# What would change how messages are written out.
+MESSAGES: Table = {
+    "chat_template": (),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+}
+
+CHAT: Table = {
+    **COMMON,
+    **MESSAGES,
+    "audio": (),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "tool_choice": ("auto", "none"),
+    "web_search_options": (),
+}
+
+
+def refuse_unsupported(fields: Mapping[str, object], table: Table) -> None:
     """Raises `InvalidRequest` for the first field that asks for something that isn't supported."""
     for name, value in fields.items():
-        if name not in NEUTRAL_VALUES or value is None:
+        if name not in table or value is None:
             continue
-        if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES[name]):
+        if not any(type(value) is type(neutral) and value == neutral for neutral in table[name]):
             raise InvalidRequest(f"{name} is not supported", name)

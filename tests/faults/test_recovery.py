@@ -167,6 +167,18 @@ def test_a_file_of_the_save_that_lost_its_end_is_removed(world: World, lost_byte
     assert not world.file.exists()
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_file_is_kept_only_with_the_text_that_its_record_was_to_carry(world: World, kept: bool) -> None:
+    world.crash(output={"text": "a", "token_ids": [1], "finish_reason": "length"} if kept else {}, idempotency_key="key")
+    world.file.write_bytes(states())
+    world.lock.touch()
+    if kept:
+        assert recover(world.registry, world.roots) == Recovered(completed=1, failed=0)
+    else:
+        expect_interrupted(world)
+    assert (world.file.exists(), world.lock.exists()) == (kept, kept)
+
+
 def framed(header: object) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text

@@ -16,22 +16,31 @@ from typing import Any
 import httpx
 import pytest
 import torch
-import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from engine.core import EngineCore
 from engine.engine import Engine
 from service.app import create_app
+from service.connection import guarded_protocol
+from service.limits import DEFAULT_LIMITS, HttpLimits
 from service.runtime import EngineFactory, Runtime
-from service.server import Server
+from service.server import Server, server_config
 from service.settings import Settings
+
+Protocol = type[asyncio.Protocol]
 
 NUM_LAYERS = 6
 HIDDEN_SIZE = 32
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 BOS, EOS = len(BYTES), len(BYTES) + 1
 VOCAB_SIZE = len(BYTES) + 2
+CHAT_TEMPLATE = """\
+{{ bos_token }}{% if tools %}<{{ tools | tojson }}>{% endif %}{% for message in messages %}\
+{% if message.role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}\
+[{{ message.role }}]{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %};\
+{% endfor %}{% if add_generation_prompt %}[{{ speaker | default('assistant') }}]{% endif %}"""
 MAX_MODEL_LEN = 256
 
 
@@ -75,6 +84,17 @@ class Service:
         failed = any('"error"' in line for line in lines)
         assert (lines[-1] == "[DONE]") is not failed
         return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    def chat(self, **body: Any) -> httpx.Response:  # noqa: ANN401 - any JSON value
+        """Posts a chat completion; a short question and greedy sampling unless the body says otherwise."""
+        known = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+        return self.client.post("/v1/chat/completions", content=json.dumps(known | body), headers={"Content-Type": "application/json"})
+
+    def chatted(self, **body: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+        response = self.chat(**body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def send(self, **body: Any) -> socket.socket:  # noqa: ANN401 - any JSON value
         """Sends a completion on a connection of its own, which the caller closes whenever it likes."""
@@ -131,16 +151,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     make_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}))
     return folder
 
 
 @contextmanager
-def running_service(settings: Settings, runtime: Runtime, *, until_ready: bool) -> Iterator[Service]:
+def running_service(
+    settings: Settings, runtime: Runtime, *, until_ready: bool, limits: HttpLimits = DEFAULT_LIMITS, protocol: Protocol = AutoHTTPProtocol
+) -> Iterator[Service]:
     """Runs a service on a thread of its own until the block ends."""
     listening = socket.create_server(("127.0.0.1", 0))
-    app = create_app(settings, runtime)
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=10))
+    app = create_app(settings, runtime, limits)
+    server = Server(server_config(app, limits, http=guarded_protocol(limits, protocol)))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), name="service-under-test")
     thread.start()
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -178,9 +200,18 @@ class Services:
         return Settings(**known | changes)
 
     @contextmanager
-    def run(self, engine: EngineFactory = Engine, *, until_ready: bool = True, **changes: Any) -> Iterator[Service]:  # noqa: ANN401 - settings
+    def run(
+        self,
+        engine: EngineFactory = Engine,
+        *,
+        until_ready: bool = True,
+        limits: HttpLimits = DEFAULT_LIMITS,
+        protocol: Protocol = AutoHTTPProtocol,
+        **changes: Any,  # noqa: ANN401 - settings
+    ) -> Iterator[Service]:
         settings = self.settings(**changes)
-        with running_service(settings, Runtime(settings, engine), until_ready=until_ready) as service:
+        runtime = Runtime(settings, engine)
+        with running_service(settings, runtime, until_ready=until_ready, limits=limits, protocol=protocol) as service:
             yield service
 
     def flags(self) -> list[str]:

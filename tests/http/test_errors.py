@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from engine.runner import ModelRunner
-from service.middleware import MAX_BODY_BYTES
+from service.limits import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
     import httpx
@@ -25,7 +25,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str]:
     return response.status_code, error["code"], error["type"]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completion", "/saves/a/b", "/docs", "/v1/completions/"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/completion", "/saves/a/b", "/docs/", "/redoc", "/v1/completions/"])
 def test_an_unknown_route_is_404_with_a_body(service: Service, path: str) -> None:
     assert error_of(service.client.get(path)) == (404, "not_found", "invalid_request_error")
 

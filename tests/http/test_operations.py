@@ -132,7 +132,18 @@ def test_openapi_yaml_is_what_the_code_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/saves", "/saves/{save_id}", "/v1/models", "/health", "/health/live", "/version", "/metrics"]
+    "path",
+    [
+        "/v1/completions",
+        "/saves",
+        "/saves/{save_id}",
+        "/saves/{save_id}/file",
+        "/v1/models",
+        "/health",
+        "/health/live",
+        "/version",
+        "/metrics",
+    ],
 )
 def test_every_route_is_documented(path: str) -> None:
     assert f"  {path}:\n" in openapi_yaml()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine.saves import builder
+from engine.saves.patience import Patience
 
 if TYPE_CHECKING:
     from tests.http.conftest import Service, Services
@@ -45,6 +46,8 @@ class BlockedPublishing:
         self._failing, self._calls = failing, 0
         self._publish = builder.publish_file
         monkeypatch.setattr(builder, "publish_file", self._call)
+        # A full disk is tried again for some seconds; here it has failed for good.
+        monkeypatch.setattr(builder, "Patience", lambda seconds: Patience(0.0))
 
     def _call(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
         self._calls += 1

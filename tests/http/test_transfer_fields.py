@@ -49,6 +49,7 @@ def test_the_answer_names_the_file_and_the_file_is_there(service: Service) -> No
         "num_tokens": 20,
         "shape": [20, 3, 32],
         "bytes": path.stat().st_size,
+        "url": f"/saves/{path.stem}/file",
     }
     assert len(transfer["save_id"]) == 32
     assert saved.token_ids == PROMPT
@@ -305,6 +306,9 @@ VALID: list[tuple[str, Any]] = [
     ("dtype", "auto"),
     ("pooling", None),
     ("idempotency_key", None),
+    ("ttl_seconds", 3600),
+    ("ttl_seconds", 86400.5),
+    ("ttl_seconds", None),
 ]
 INVALID: list[tuple[str, Any]] = [
     ("hidden_states_path", ["a"]),
@@ -364,7 +368,11 @@ INVALID: list[tuple[str, Any]] = [
     ("on_conflict", "ignore"),
     ("on_conflict", True),
     ("extract", 1),
-    ("ttl_seconds", 5),
+    ("ttl_seconds", 0),
+    ("ttl_seconds", -1),
+    ("ttl_seconds", 1e300),
+    ("ttl_seconds", "5"),
+    ("ttl_seconds", True),
     ("hidden_state_path", "x"),
     ("Layers", [1]),
 ]

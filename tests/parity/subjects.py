@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,13 +29,17 @@ def tiny_subject(folder: Path, reference: PreTrainedModel, *, all_windowed: bool
     return Subject(folder, [compute_known(reference, prompt) for prompt in (first, first[:27] + second, third)], all_windowed)
 
 
-def real_subject(folder: Path, *, lengths: tuple[int, int, int], num_shared: int) -> Subject:
-    """A real checkpoint with three prompts of English text; the first two share `num_shared` tokens."""
+def real_subject(folder: Path, *, lengths: Sequence[int], num_shared: int) -> Subject:
+    """A real checkpoint with prompts of English text, two or more; the first two share `num_shared` tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     token_ids = tokenizer.encode(STORY).ids
     token_ids = token_ids * (1 + sum(lengths) // len(token_ids))
     first = token_ids[: lengths[0]]
     second = first[:num_shared] + token_ids[lengths[0] : lengths[0] + lengths[1] - num_shared]
-    third = token_ids[20 : 20 + lengths[2]]
+    others = [token_ids[20 : 20 + length] for length in lengths[2:]]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    return Subject(folder, [compute_known(reference, prompt) for prompt in (first, second, third)])
+    return Subject(folder, [compute_known(reference, prompt) for prompt in (first, second, *others)])
+
+
+def smollm2_subject(folder: Path) -> Subject:
+    return real_subject(folder, lengths=(196, 150, 60), num_shared=90)

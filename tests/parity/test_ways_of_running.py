@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.subjects import FAMILIES, real_subject, tiny_subject
+from tests.parity.subjects import FAMILIES, smollm2_subject, tiny_subject
 from tests.parity.ways import WAYS, Errors, Subject, Workbench, compare, table
 
 TINY_ROW, TINY_LAYER = 1e-5, 5e-6
@@ -38,7 +38,7 @@ def tiny(tiny_model: Callable[..., object]) -> Callable[[str], Subject]:
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_folder: Path) -> Subject:
-    return real_subject(smollm2_folder, lengths=(196, 150, 60), num_shared=90)
+    return smollm2_subject(smollm2_folder)
 
 
 @pytest.mark.parametrize("way", WAYS)

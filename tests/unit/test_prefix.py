@@ -128,11 +128,11 @@ def test_rows_in_a_block_that_is_not_full_are_computed_again() -> None:
 
 def test_kv_of_a_run_that_was_not_deep_enough_is_no_hit_but_the_other_way_round_it_is() -> None:
     bench = Bench()
-    bench.add("shallow", PROMPT, layers=(1,))
+    bench.add("shallow", PROMPT, layers=(2,))
     bench.run()
     bench.add("deep", PROMPT, max_tokens=1)
     bench.run()
-    bench.add("shallow again", PROMPT[:9], layers=(1,), rows=RowSelection(((-1, None),)))
+    bench.add("shallow again", PROMPT[:9], layers=(2,), rows=RowSelection(((-1, None),)))
     bench.run()
     assert bench.num_cached("deep") == 0
     assert ran(bench, "shallow again") == 1

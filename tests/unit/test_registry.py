@@ -73,6 +73,7 @@ FULL = record(
     body_hash="hash",
     choice=1,
     output={"text": "数\ud800", "token_ids": [1, 2], "finish_reason": "stop"},
+    gone=2050.5,
 )
 
 
@@ -499,3 +500,63 @@ def test_the_registry_thread_ends_with_it(state: Path) -> None:
     before = set(threading.enumerate())
     Registry(state).close()
     assert set(threading.enumerate()) == before
+
+
+def test_the_bytes_in_use_are_those_of_completed_files_that_are_there(registry: Registry) -> None:
+    def used() -> int:
+        return registry.used_bytes().result()
+
+    registry.insert(record(1), record(2), record(3, status="completed", bytes=1000)).result()
+    assert used() == 1000
+    registry.update(record(1).id, status="completed", bytes=10).result()
+    registry.update(record(2).id, status="failed").result()
+    assert used() == 1010
+    registry.update(record(1).id, gone=5.0).result()
+    registry.update(record(1).id, gone=6.0).result()
+    assert used() == 1000
+    registry.update(record(1).id, gone=None).result()
+    registry.update(record(3).id, status="expired").result()
+    assert used() == 10
+    registry.delete(record(3).id).result()
+    registry.delete(record(1).id).result()
+    assert used() == 0
+
+
+def test_the_bytes_in_use_survive_purges_restarts_and_operations_that_fail(state: Path) -> None:
+    first = Registry(state, keep_seconds=100)
+    first.insert(*(record(number, status="completed", bytes=2**number, finished=1000.0 * number) for number in range(40))).result()
+    with pytest.raises(ServiceError):
+        first.insert(record(50, status="completed", bytes=7), record(1)).result()
+    assert first.used_bytes().result() == 2**40 - 1
+    first.purge(20_100.0).result()
+    assert first.used_bytes().result() == 2**40 - 2**20
+    first.close()
+    second = Registry(state)
+    assert second.used_bytes().result() == 2**40 - 2**20
+    second.close()
+
+
+def test_expired_and_completed_records_are_listed_in_pages(registry: Registry) -> None:
+    registry.insert(*(record(number, status="completed", expires=10.0 * (9 - number)) for number in range(9))).result()
+    registry.insert(record(20, status="completed"), record(21), record(22, status="expired", expires=1.0)).result()
+    assert ids(registry.expired(50.0, 0, 3).result()) == [8, 7, 6]
+    assert ids(registry.expired(50.0, 3, 3).result()) == [5, 4]
+    page, after = registry.completed(0, 6).result()
+    rest, after = registry.completed(after, 6).result()
+    assert ids(page) + ids(rest) == [*range(9), 20]
+    assert registry.completed(after, 6).result() == ([], after)
+
+
+def test_files_of_an_older_schema_are_counted(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.mkdir()
+    with sqlite3.connect(state / DATABASE) as old:
+        for statement in MIGRATIONS[0]:
+            old.execute(statement)
+        columns = "id, status, hidden_states_path, request_id, model, layers, dtype, created, choice, bytes"
+        for number, status in enumerate(("completed", "completed", "failed")):
+            old.execute(f"INSERT INTO saves ({columns}) VALUES (?, ?, '/x', 'r', 'm', '[]', 'float32', 1.0, 0, 100)", [f"{number}", status])
+        old.execute("PRAGMA user_version = 1")
+    old.close()
+    opened = Registry(state)
+    assert opened.used_bytes().result() == 200
+    opened.close()

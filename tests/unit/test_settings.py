@@ -12,7 +12,7 @@ import pytest
 from engine.models.packaged import SMOLLM2_135M
 from service import cli
 from service.settings import BadSettings, Settings, engine_config, load_settings
-from service.sizes import format_size, parse_size
+from service.sizes import format_size, parse_duration, parse_size
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,8 @@ def test_defaults_are_those_of_the_contract() -> None:
         "host": "127.0.0.1",
         "port": 8000,
         "layers": None,
+        "api_keys_file": None,
+        "cors_origin": (),
         "extract_by_default": False,
         "save_root": (Path("saves"),),
         "device": "auto",
@@ -50,6 +52,10 @@ def test_defaults_are_those_of_the_contract() -> None:
         "max_queued": 1024,
         "durability": "file",
         "checksum": "none",
+        "max_saved_bytes": None,
+        "min_free_bytes": None,
+        "ttl_seconds": None,
+        "keep_records": 7 * 86400,
         "lock_files": True,
         "umask": None,
         "client_path_map": (),
@@ -160,6 +166,23 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 def test_other_texts_are_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size above 0"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("7d", 604800), ("12h", 43200), ("90", 90), ("1.5 m", 90), ("2w", 1209600), ("30s", 30)])
+def test_times_are_read_as_people_write_them(text: str, seconds: float) -> None:
+    assert parse_duration(text) == load_settings({"keep_records": text}).keep_records == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1y", "d", "1e3", "0", "0d", "999999w"])
+def test_records_are_kept_for_some_time(text: str) -> None:
+    assert problems({"keep_records": text})[0].startswith("--keep-records: ")
+
+
+def test_nothing_need_be_kept_free_and_nothing_need_bound_what_is_saved() -> None:
+    settings = load_settings({"min_free_bytes": "0", "max_saved_bytes": "none"})
+    assert (settings.min_free_bytes, settings.max_saved_bytes) == (0, None)
+    settings = load_settings({"min_free_bytes": "2GiB", "max_saved_bytes": "1TiB", "ttl_seconds": "60"})
+    assert (settings.min_free_bytes, settings.max_saved_bytes, settings.ttl_seconds) == (2**31, 2**40, 60)
 
 
 def test_sizes_are_shown_in_binary_units() -> None:

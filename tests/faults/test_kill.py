@@ -1,0 +1,230 @@
+"""SIGKILL at random moments over a running load. `STRATA_TEST_KILLS=200` is the full run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from service.launcher import LaunchError, ServiceProcess
+from tests.faults.children import (
+    Child,
+    check_file,
+    check_nothing_is_left,
+    check_records,
+    flags,
+    number_from_environment,
+    registry_rows,
+    running,
+    saved_files,
+)
+
+KILLS = number_from_environment("STRATA_TEST_KILLS", 8)
+NUM_CLIENTS = 6
+LONGEST_RUN_SECONDS = 0.8
+Body = dict[str, Any]
+
+
+@dataclass
+class Ledger:
+    """What the service has promised: the saves that a client has heard to be completed, by path."""
+
+    saves: dict[str, str] = field(default_factory=dict)
+    """The id of the last acknowledged save of every path."""
+    count: int = 0
+    repeatable: list[Body] = field(default_factory=list)
+    """Requests with an idempotency key whose answers never came."""
+    new: list[str] = field(default_factory=list)
+    """Paths acknowledged since the last check."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def acknowledge(self, *transfers: dict[str, Any]) -> None:
+        with self.lock:
+            for transfer in transfers:
+                assert transfer["status"] == "completed", transfer
+                self.saves[transfer["hidden_states_path"]] = transfer.get("save_id") or transfer["id"]
+                self.new.append(transfer["hidden_states_path"])
+                self.count += 1
+
+
+class LoadingClient:
+    """Sends requests of all kinds one after the other until the service is gone. Nobody else writes to its paths."""
+
+    def __init__(self, url: str, number: int, ledger: Ledger, seed: int) -> None:
+        self._client = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        self._folder = f"client-{number}"
+        self._ledger = ledger
+        self._random = random.Random(seed)
+        self._kinds: tuple[Callable[[], None], ...] = (
+            self._wait,
+            self._poll,
+            self._accepted,
+            self._replace,
+            self._replace,
+            self._group,
+            self._stream,
+            self._text_only,
+            self._repeatable,
+        )
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        with self._client:
+            try:
+                while True:
+                    self._random.choice(self._kinds)()
+            except httpx.TransportError:
+                pass  # killed
+            except BaseException as error:
+                self.failure = error
+
+    def _new_path(self) -> str:
+        return f"{self._folder}/{self._random.getrandbits(64):016x}.safetensors"
+
+    def _body(self, **transfer: Any) -> Body:  # noqa: ANN401 - any JSON value
+        prompt = "".join(self._random.choices("abcdefgh ", k=self._random.randint(1, 150)))
+        body = {"prompt": prompt, "max_tokens": self._random.randint(1, 60), "temperature": 0, "ignore_eos": True}
+        return body | {"kv_transfer_params": {"include_output_tokens": self._random.random() < 0.7, **transfer}}
+
+    def _post(self, body: Body, status: int = 200) -> dict[str, Any]:
+        response = self._client.post("/v1/completions", json=body)
+        assert response.status_code == status, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def _wait(self) -> None:
+        self._ledger.acknowledge(self._post(self._body(hidden_states_path=self._new_path()))["kv_transfer_params"])
+
+    def _text_only(self) -> None:
+        self._post(self._body() | {"kv_transfer_params": None})
+
+    def _poll(self) -> None:
+        self._seen_completed(self._post(self._body(hidden_states_path=self._new_path(), wait=False)))
+
+    def _accepted(self) -> None:
+        record = self._seen_completed(self._post(self._body(hidden_states_path=self._folder + "/", wait="accepted"), 202))
+        assert record["output"]["token_ids"]
+
+    def _seen_completed(self, answer: dict[str, Any]) -> dict[str, Any]:
+        record: dict[str, Any] = self._client.get(f"/saves/{answer['kv_transfer_params']['save_id']}", params={"wait": 60}).json()
+        self._ledger.acknowledge(record)
+        return record
+
+    def _replace(self) -> None:
+        path = f"{self._folder}/replaced-{self._random.randrange(2)}.safetensors"
+        self._ledger.acknowledge(self._post(self._body(hidden_states_path=path, on_conflict="replace"))["kv_transfer_params"])
+
+    def _group(self) -> None:
+        answer = self._post(self._body(hidden_states_path=self._folder) | {"n": 3})
+        self._ledger.acknowledge(*(choice["kv_transfer_params"] for choice in answer["choices"]))
+
+    def _stream(self) -> None:
+        body = self._body(hidden_states_path=self._folder + "/") | {"n": self._random.randint(1, 2), "stream": True}
+        with self._client.stream("POST", "/v1/completions", json=body) as response:
+            for event in _events(response):
+                assert "error" not in event, event
+                self._ledger.acknowledge(
+                    *(choice["kv_transfer_params"] for choice in event["choices"] if choice["finish_reason"] is not None)
+                )
+
+    def _repeatable(self) -> None:
+        body = self._body(idempotency_key=f"key-{self._random.getrandbits(64)}", hidden_states_path=self._new_path())
+        try:
+            self._ledger.acknowledge(self._post(body)["kv_transfer_params"])
+        except httpx.TransportError:
+            self._ledger.repeatable.append(body)
+            raise
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    assert response.status_code == 200
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            yield event
+
+
+def kill_under_load(child: Child, ledger: Ledger, seconds: float, seed: int) -> None:
+    clients = [LoadingClient(child.service.url, number, ledger, seed * NUM_CLIENTS + number) for number in range(NUM_CLIENTS)]
+    threads = [threading.Thread(target=client.run) for client in clients]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    child.kill()
+    for thread in threads:
+        thread.join()
+    for client in clients:
+        if client.failure is not None:
+            raise client.failure
+
+
+def kill_while_it_starts(arguments: list[str], seconds: float) -> None:
+    """The second crash comes while the first is being recovered from, or before, or just after."""
+    starting = ServiceProcess(arguments)
+    killer = threading.Timer(seconds, lambda: os.kill(starting.pid, signal.SIGKILL))
+    killer.start()
+    with contextlib.suppress(LaunchError):
+        starting.start()
+    killer.join()
+    starting.kill()
+
+
+def check_promises(child: Child, ledger: Ledger, root: Path, state: Path) -> dict[str, int]:
+    check_nothing_is_left(root, killed=True)
+    statuses = check_records(state, root)
+    assert set(statuses) <= {"completed", "failed"}
+    files, order = saved_files(root), [row["id"] for row in registry_rows(state)]
+    for path, acknowledged in ledger.saves.items():
+        # A save whose answer was on its way may have replaced the last one that was acknowledged; only a later one can.
+        assert order.index(files[path]) <= order.index(acknowledged), path
+    for path in ledger.new:
+        check_file(path)
+    ledger.new.clear()
+    return statuses
+
+
+def repeat_unanswered(child: Child, ledger: Ledger) -> None:
+    """A key finds the save that the crash has left completed, or computes it anew: never half of an answer."""
+    for body in ledger.repeatable:
+        plain = child.complete(**{name: value for name, value in body.items() if name != "kv_transfer_params"}).json()
+        repeated = child.complete(**body)
+        assert repeated.status_code == 200, repeated.text
+        assert repeated.json()["choices"][0]["text"] == plain["choices"][0]["text"]
+        assert repeated.json()["usage"]["completion_tokens"] == body["max_tokens"]
+        ledger.acknowledge(repeated.json()["kv_transfer_params"])
+    ledger.repeatable.clear()
+
+
+def test_a_kill_at_any_moment_loses_and_tears_nothing(
+    model_folder: Path, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    root, state = tmp_path / "saves", tmp_path / "state"
+    arguments = flags(model_folder, root, state, "--max-batch-tokens", "128")
+    ledger, moments = Ledger(), random.Random(1)
+    statuses: dict[str, int] = {}
+    for number in range(KILLS):
+        if number % 8 == 7:
+            kill_while_it_starts(arguments, moments.uniform(1.0, 3.0))
+        else:
+            with running(arguments) as child:
+                statuses = check_promises(child, ledger, root, state)
+                repeat_unanswered(child, ledger)
+                kill_under_load(child, ledger, moments.uniform(0.02, LONGEST_RUN_SECONDS), number)
+    with running(arguments) as child:
+        ledger.new = list(ledger.saves)
+        statuses = check_promises(child, ledger, root, state)
+    counts = {"kills": KILLS, "acknowledged": ledger.count, "files": len(saved_files(root)), **statuses}
+    record_property("counts", counts)
+    print(counts)
+    assert ledger.count > KILLS
+    assert statuses["failed"], "no kill has hit a save"

@@ -1,0 +1,124 @@
+"""The pages for people: `GET /` and `GET /docs`."""
+
+from __future__ import annotations
+
+import threading
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine.engine import Engine
+from service.app import create_app
+from service.pages import front_page
+from service.schemas.answers import Front
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from tests.http.conftest import Service, Services
+
+BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """What a page says and links to; raises where tags don't match."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.links: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self.links += [value for name, value in attrs if tag == "a" and name == "href" and value]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.text += data
+
+
+def page(service: Service, path: str) -> Page:
+    response = service.client.get(path, headers=BROWSER)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    return Page(response.text)
+
+
+def test_a_browser_gets_a_page_that_says_what_this_is_and_how_it_is(service: Service) -> None:
+    front = page(service, "/")
+    for part in ("Strata", "hidden states", "ready", "tiny", "LlamaForCausalLM", "2, 3, 6", "256"):
+        assert part in front.text
+    assert f"curl {service.url}/v1/completions" in front.text
+
+
+def test_every_link_leads_somewhere(service: Service) -> None:
+    front = page(service, "/")
+    assert {"/docs", "/openapi.json", "/metrics", "/health"} <= set(front.links)
+    for link in [*front.links, *page(service, "/docs").links]:
+        assert service.client.get(link).status_code == 200
+
+
+def test_pages_load_nothing_from_elsewhere(service: Service) -> None:
+    for path in ("/", "/docs"):
+        html = page(service, path)
+        loading = [(tag, value) for tag, name, value in html.attributes if name in ("src", "srcset", "data", "action") or tag == "script"]
+        assert loading == []
+        assert [value for tag, name, value in html.attributes if tag == "link" and name == "href"] == ["data:,"]
+
+
+def test_programs_get_json(service: Service) -> None:
+    for accept in ("*/*", "application/json"):
+        known = service.client.get("/", headers={"Accept": accept}).json()
+        assert known["status"] == "ok"
+        assert known["model"]["name"] == "tiny"
+        assert known["links"]["metrics"] == "/metrics"
+
+
+def test_the_page_tells_of_a_service_that_is_not_ready(services: Services) -> None:
+    gate = threading.Event()
+
+    class SlowEngine(Engine):
+        def start(self, *arguments: Any) -> None:  # noqa: ANN401 - passed on
+            gate.wait(60)
+            super().start(*arguments)
+
+    with services.run(SlowEngine, until_ready=False) as service:
+        try:
+            assert "starting" in page(service, "/").text
+            assert service.client.get("/").json()["model"] is None
+        finally:
+            gate.set()
+
+
+@pytest.mark.parametrize("status", ["ok", "starting", "draining", "dead", "stopped"])
+def test_every_state_has_its_words(status: Any) -> None:  # noqa: ANN401 - one of the names
+    assert Page(front_page(Front(version="1", status=status, model=None, links={}), "/")).text
+
+
+def test_names_are_escaped() -> None:
+    model = {"name": "<script>alert(1)</script>", "default layers": [1]}
+    html = front_page(Front(version="1", status="ok", model=model, links={}), "http://x/<b>/")
+    assert "<script" not in html
+    assert "<b>" not in html
+    assert "<script>alert(1)</script>" in Page(html).text
+
+
+def test_the_reference_lists_every_route_and_field(service: Service) -> None:
+    document = create_app(Settings.model_construct()).openapi()
+    text = page(service, "/docs").text
+    for path, methods in document["paths"].items():
+        assert all(f"{method.upper()} {path}" in text for method in methods)
+    for name in ("ChatRequest", "CompletionRequest"):
+        assert all(field in text for field in document["components"]["schemas"][name]["properties"])

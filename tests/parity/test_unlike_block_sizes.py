@@ -1,0 +1,152 @@
+"""Block sizes of KV groups and of pages that have nothing to do with each other: each is honoured, and the rows are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from engine.attention.sdpa import SdpaBackend
+from engine.cache.kv import KVCache, KVGroup
+from engine.cache.sink import DirectSink, RowSink, StagedSink
+from engine.cache.spec import KVSpec, group_layers
+from engine.cache.states import StateStore
+from engine.core import CoreParts, EngineCore
+from engine.limits import RequestLimits
+from engine.models.base import Model
+from engine.models.loader import load_model
+from engine.prefix import PrefixFinder
+from engine.request import EngineRequest, SamplingParams
+from engine.runner import ModelRunner
+from engine.saves.spec import SaveSpec
+from engine.scheduler import Scheduler
+from tests.parity.ways import Errors, Known, compute_known
+from tests.unit.core_fakes import FakeJob, Listener, Target
+
+CPU, MAX_LEN = torch.device("cpu"), 700
+PREFIX = 530
+NUM_TEXT = 6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens per block of the full and the sliding group, and rows per page."""
+
+    full: int
+    sliding: int
+    page: int
+
+
+class SmallCore:
+    """A real model and runner over caches of unlike block sizes, written by nobody."""
+
+    def __init__(self, model: Model, sizes: Sizes, *, staged: bool, blocks: int | None = None) -> None:
+        self.layers = (*range(model.config.num_layers + 1), "norm")
+        specs = group_layers(model.kv_layers(), 1, model.dtype)
+        self.kv = KVCache([_group(spec, sizes.full if spec.kind.window is None else sizes.sliding, blocks) for spec in specs])
+        pages = -(-MAX_LEN // sizes.page) * len(self.layers) * 4 + 1
+        self.store = StateStore(pages, sizes.page, model.config.hidden_size, model.dtype, poison=True)
+        prefixes = PrefixFinder(self.kv, sizes.page, enabled=True)
+        sink: RowSink = StagedSink(self.store.rows, 2000, CPU) if staged else DirectSink(self.store.rows)
+        limits = RequestLimits(model.config.num_layers, model.config.vocab_size, MAX_LEN, self.kv, sizes.page, pages - 1, sink.capacity)
+        scheduler = Scheduler(self.kv, prefixes, max_batch_tokens=150, max_running=8, max_capture_rows=sink.capacity)
+        runner = ModelRunner(model, self.kv, sink, SdpaBackend(CPU))
+        self.listener = Listener()
+        self.jobs: dict[str, FakeJob] = {}
+        self.released: list[Sequence[int]] = []
+        parts = CoreParts(self.kv, self.store, scheduler, prefixes, runner, limits, frozenset(), CPU, True)
+        self.core = EngineCore(parts, self.listener, self.released.append)
+
+    def add(self, name: str, prompt: list[int]) -> None:
+        save = SaveSpec(name, Target(), self.layers, "float32", include_output_tokens=True)
+        self.jobs[name] = FakeJob(save, self.store)
+        self.core.add(EngineRequest(name, prompt, SamplingParams(max_tokens=NUM_TEXT, temperature=0), save), self.jobs[name])
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        for _ in range(500):
+            if not self.core.has_work:
+                break
+            self.core.step()
+            for job in self.jobs.values():
+                job.write_all()
+            while self.released:
+                self.core.release_pages(self.released.pop())
+        assert not self.core.has_work
+        self.core.check_integrity()
+
+    def num_cached(self, name: str) -> int:
+        return self.listener.outputs[name][-1].num_cached_tokens
+
+    def check(self, name: str, known: Known) -> None:
+        tokens = [token for output in self.listener.outputs[name] for token in output.token_ids]
+        assert tokens == known.text[:NUM_TEXT]
+        total = len(known.prompt) + NUM_TEXT - 1
+        rows = torch.stack([self.jobs[name].rows[position] for position in range(total)])  # [tokens, layers, width]
+        errors = Errors()
+        for index, layer in enumerate(self.layers):
+            errors.add(rows[:, index], known.states[layer][:total])
+        assert 0 < errors.row <= 1e-5
+        assert 0 < errors.layer <= 5e-6
+
+
+def _group(spec: KVSpec, block_size: int, num_blocks: int | None) -> KVGroup:
+    sized = KVSpec(spec.kind, spec.layers, block_size, spec.dtype)
+    count = num_blocks or 2 * (-(-MAX_LEN // block_size) + 2)
+    return KVGroup(sized, count + 1, CPU, poison=True)
+
+
+@pytest.fixture(scope="module")
+def gemma(tiny_model: Callable[..., object]) -> tuple[Model, list[Known]]:
+    """Six layers, every third with full attention, the others with a window of 30; three prompts, two with a common beginning."""
+    tiny = tiny_model("gemma3", max_position_embeddings=1024, sliding_window=30)
+    generator = torch.Generator().manual_seed(3)
+    first, second, third = (torch.randint(3, 97, (length,), generator=generator).tolist() for length in (570, 30, 61))
+    prompts = (first, first[:PREFIX] + second, third)
+    model = load_model(tiny.folder, device=CPU, dtype=torch.float32, max_model_len=MAX_LEN)
+    return model, [compute_known(tiny.reference, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "hit"),
+    [
+        (Sizes(528, 22, 22), 528),
+        (Sizes(22, 528, 22), 528),
+        (Sizes(528, 22, 528), 528),
+        (Sizes(528, 22, 16), 528),
+        (Sizes(16, 22, 16), 528),
+        (Sizes(16, 12, 10), 480),
+        (Sizes(7, 11, 1), 462),
+        (Sizes(16, 16, 24), 528),
+    ],
+)
+def test_rows_and_text_are_right_whatever_the_block_sizes_are(
+    sizes: Sizes, hit: int, staged: bool, gemma: tuple[Model, list[Known]]
+) -> None:
+    model, known = gemma
+    core = SmallCore(model, sizes, staged=staged)
+    core.add("first", known[0].prompt)
+    core.add("short", known[2].prompt)
+    core.run()
+    core.add("hit", known[1].prompt)
+    core.run()
+    assert {group.keys.shape[2] for group in core.kv.groups} == {sizes.full, sizes.sliding}
+    assert core.store.pages.shape[1] == sizes.page
+    assert core.num_cached("hit") == hit
+    for name, expected in zip(("first", "hit", "short"), known, strict=False):
+        core.check(name, expected)
+
+
+def test_a_page_of_states_may_be_larger_than_a_block_of_kv(tiny_model: Callable[..., object]) -> None:
+    tiny = tiny_model("llama", num_attention_heads=8, num_key_value_heads=1, head_dim=4, num_hidden_layers=2)
+    known = compute_known(tiny.reference, list(range(3, 53)))
+    core = SmallCore(load_model(tiny.folder, device=CPU, dtype=torch.float32), Sizes(2, 2, 4), staged=False)
+    assert core.store.pages[0, 0].nbytes > core.kv.groups[0].spec.bytes_per_block, "even a single row is"
+    for name in ("cold", "hit"):
+        core.add(name, known.prompt)
+        core.run()
+        core.check(name, known)
+    assert core.num_cached("hit") == 48

@@ -1,0 +1,372 @@
+"""A core with a model whose every value says which tokens it was computed from.
+
+The fake runner writes tokens into the KV cache layer by layer and reads each row's whole context back through its block table; a row's
+hidden state is a number made of the layer and all tokens up to it. So a wrong block, a stale page or a lost row can't go unnoticed.
+Blocks and pages whose contents are dead are NaN. The cache salt is part of every value, as if it were a token before the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from engine.batch import Batch
+from engine.cache.kv import KVCache, KVGroup
+from engine.cache.spec import KVSpec, LayerKV
+from engine.cache.states import StateStore
+from engine.core import CoreParts, EngineCore
+from engine.errors import SaveError
+from engine.layers import LayerId, depth_of
+from engine.limits import RequestLimits
+from engine.prefix import PrefixFinder
+from engine.request import EngineRequest, RequestOutput, SamplingParams
+from engine.runner import StepResult
+from engine.sampler import SampledToken
+from engine.saves.chunk import RowChunk, SaveEnd
+from engine.saves.spec import ALL_ROWS, RowSelection, SaveEvent, SaveSpec
+from engine.scheduler import Scheduler
+
+NUM_LAYERS, VOCAB, MAX_MODEL_LEN, WINDOW = 3, 5, 40, 5
+
+
+def value_of(layer: LayerId, tokens: List[int], salt: str) -> float:
+    """Exact in float32, and different for different prefixes and layers."""
+    return float(crc32(repr((layer, salt, list(tokens))).encode()) % (1 << 22)) + 1
+
+
+def key_of(token: int, layer: int, salt: str) -> float:
+    return float(token + 10 * layer + 100 * len(salt))
+
+
+def next_token(tokens: List[int]) -> int:
+    return crc32(repr(list(tokens)).encode()) % VOCAB
+
+
+class Target:
+    """A save's target that nobody writes to."""
+
+    directory_fd, name, path, replace = -1, "x", "x", False
+
+    def published(self) -> None: ...
+    def abandoned(self) -> None: ...
+
+
+@dataclass
+class FakeJob:
+    """Keeps chunks and reads their rows only when it is told to, as late as a slow disk would."""
+
+    spec: SaveSpec
+    store: StateStore
+    chunks: list[RowChunk] = field(default_factory=list)
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
+    """`[layers, width]` by position."""
+    end: SaveEnd | None = None
+    error: SaveError | None = None
+    started: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def start(self) -> None:
+        self.started += 1
+
+    def append(self, chunk: RowChunk) -> None:
+        assert self.end is None
+        assert self.started == 1
+        self.chunks.append(chunk)
+
+    def finish(self, end: SaveEnd) -> None:
+        self.end = end
+
+    def cancel(self, error: SaveError) -> None:
+        self.error = self.error or error
+
+    def write_one(self) -> None:
+        chunk, size = self.chunks.pop(0), self.store.page_size
+        for position in range(chunk.position, chunk.position + chunk.count):
+            block = position // size - chunk.position // size
+            assert position not in self.rows, "a row is written twice"
+            assert not self.rows or position > max(self.rows)
+            self.rows[position] = torch.stack([self.store.pages[pages[block], position % size] for pages in chunk.pages])
+        chunk.release()
+
+    def write_all(self) -> None:
+        while self.chunks:
+            self.write_one()
+
+
+class FakeRunner:
+    """Computes nothing, but checks that everything it would need is where the plan says, and that nothing is done twice."""
+
+    def __init__(self, kv: KVCache, store: StateStore) -> None:
+        self.kv = kv
+        self.store = store
+        self.steps: list[list[tuple[str, int, int]]] = []
+        """Per step: request id, first position and end of every chunk."""
+        self.max_captured = 0
+        self.error: Exception | None = None
+        """Raised by every step while it is set."""
+        self.broken: AssertionError | None = None
+        """A check that failed: for the core it is a failed step like any other, for the test it is not."""
+        self._captured: set[tuple[str, LayerId, int]] = set()
+
+    def execute(self, batch: Batch) -> StepResult:
+        self.steps.append([(chunk.sequence.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks])
+        if self.error is not None:
+            raise self.error
+        try:
+            return self._execute(batch)
+        except AssertionError as error:
+            self.broken = error
+            raise
+
+    def _execute(self, batch: Batch) -> StepResult:
+        self._check_depths(batch)
+        for chunk in batch.chunks:
+            for index, group in enumerate(self.kv.groups):
+                if group.spec.layers[0] < chunk.sequence.run_depth:
+                    sequence = chunk.sequence
+                    keys = _Keys(group, sequence.tables.blocks[index], sequence.run_depth, sequence.request.cache_salt)
+                    keys.write(sequence.token_ids, chunk.start, chunk.end)
+                    keys.check(sequence.token_ids, chunk.start, chunk.end)
+        self._capture(batch)
+        tokens = [SampledToken(next_token(chunk.sequence.token_ids), None) for chunk in batch.sampled]
+        return StepResult(tokens, [])
+
+    def _check_depths(self, batch: Batch) -> None:
+        """Narrowing is a slice: the leading rows of a layer must be just those that need it."""
+        depths = [chunk.sequence.run_depth for chunk in batch.chunks for _ in range(chunk.count)]
+        assert depths == sorted(depths, reverse=True)
+        assert list(batch.rows_at_layer) == [sum(depth > layer for depth in depths) for layer in range(NUM_LAYERS)]
+        for layer, wanted in batch.captures.items():
+            assert all(depths[row] >= depth_of([layer], NUM_LAYERS) for row in wanted.rows.tolist())
+        assert all(depths[row] == NUM_LAYERS for row in batch.sampled_rows)
+
+    def _capture(self, batch: Batch) -> None:
+        rows = [(chunk.sequence, p) for chunk in batch.chunks for p in range(chunk.start, chunk.end)]
+        self.max_captured = max(self.max_captured, sum(wanted.rows.numel() for wanted in batch.captures.values()))
+        for layer, wanted in batch.captures.items():
+            assert self.store.rows[wanted.slots].isnan().all(), "a row is written over: its page is shared, or it was captured before"
+            for row, slot in zip(wanted.rows.tolist(), wanted.slots.tolist(), strict=True):
+                sequence, position = rows[row]
+                key = (sequence.request.request_id, layer, position)
+                assert key not in self._captured, "a row is captured twice"
+                self._captured.add(key)
+                self.store.rows[slot] = value_of(layer, sequence.token_ids[: position + 1], sequence.request.cache_salt)
+
+
+@dataclass
+class _Keys:
+    """One sequence's keys in one group."""
+
+    group: KVGroup
+    table: list[int]
+    depth: int
+    salt: str
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        return [(index, layer) for index, layer in enumerate(self.group.spec.layers) if layer < self.depth]
+
+    def write(self, tokens: List[int], start: int, end: int) -> None:
+        size = self.group.spec.block_size
+        for position in range(start, end):
+            block = self.table[position // size]
+            assert block != 0
+            assert self.group.pool.is_referenced(block)
+            for index, layer in self.layers:
+                self.group.keys[index, block, position % size] = key_of(tokens[position], layer, self.salt)
+
+    def check(self, tokens: List[int], start: int, end: int) -> None:
+        size, window = self.group.spec.block_size, self.group.spec.kind.window
+        for position in range(start, end):
+            first = 0 if window is None else max(0, position - window + 1)
+            positions = np.arange(first, position + 1)
+            blocks = torch.from_numpy(np.array(self.table)[positions // size])
+            for index, layer in self.layers:
+                seen = self.group.keys[index, blocks, torch.from_numpy(positions % size), 0, 0]
+                assert seen.tolist() == [key_of(token, layer, self.salt) for token in tokens[first : position + 1]]
+
+
+class Listener:
+    """Keeps all outputs by request."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def on_step(self, outputs: List[RequestOutput], num_tokens: int, seconds: float) -> None:
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+
+    def on_save(self, event: SaveEvent) -> None: ...
+    def on_dead(self, error: BaseException) -> None: ...
+
+
+def make_group(layers: tuple[int, ...], window: int | None, block_size: int, num_blocks: int) -> KVGroup:
+    """One KV head of width 1, poisoned; `num_blocks` without the null block."""
+    spec = KVSpec(LayerKV(1, 1, window), layers, block_size, torch.float32)
+    return KVGroup(spec, num_blocks + 1, torch.device("cpu"), poison=True)
+
+
+class Bench:
+    """A core over two KV groups (layers 0 and 2, and layer 1 with a window of 5) and its surroundings."""
+
+    def __init__(
+        self,
+        *,
+        full_size: int = 2,
+        full_blocks: int = 40,
+        sliding_size: int = 2,
+        sliding_blocks: int = 40,
+        page_size: int = 2,
+        pages: int = 60,
+        budget: int = 64,
+        max_running: int = 16,
+        prefix_cache: bool = True,
+        max_rows: int | None = None,
+        runner: type[FakeRunner] = FakeRunner,
+    ) -> None:
+        groups = [make_group((0, 2), None, full_size, full_blocks), make_group((1,), WINDOW, sliding_size, sliding_blocks)]
+        self.kv = KVCache(groups)
+        self.store = StateStore(pages + 1, page_size, 1, torch.float32, poison=True)
+        self.prefixes = PrefixFinder(self.kv, page_size, enabled=prefix_cache)
+        self.limits = RequestLimits(NUM_LAYERS, VOCAB, MAX_MODEL_LEN, self.kv, page_size, pages, max_rows)
+        self.scheduler = Scheduler(self.kv, self.prefixes, max_batch_tokens=budget, max_running=max_running, max_capture_rows=max_rows)
+        self.runner = runner(self.kv, self.store)
+        self.listener = Listener()
+        self.released: list[List[int]] = []
+        self.budget, self.max_running, self.max_rows = budget, max_running, max_rows
+        parts = CoreParts(
+            self.kv,
+            self.store,
+            self.scheduler,
+            self.prefixes,
+            self.runner,  # has the one method that a core calls
+            self.limits,
+            frozenset(),
+            torch.device("cpu"),
+            prefix_cache,
+        )
+        self.core = EngineCore(parts, self.listener, self.released.append)
+        self.requests: dict[str, EngineRequest] = {}
+        self.jobs: dict[str, FakeJob] = {}
+
+    def add(
+        self,
+        name: str,
+        prompt: List[int],
+        max_tokens: int = 0,
+        layers: tuple[LayerId, ...] | None = None,
+        *,
+        output: bool = False,
+        last: bool = False,
+        rows: RowSelection = ALL_ROWS,
+        stop: frozenset[int] = frozenset(),
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
+        """Queues a request that saves `layers` (None: a plain one). Raises `InvalidRequest`."""
+        save = None if layers is None else SaveSpec(name, Target(), layers, "float32", output, last, rows)
+        request = EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, stop_token_ids=stop), save, priority, salt)
+        self.limits.check(request)
+        self.requests[name] = request
+        if save is not None:
+            self.jobs[name] = FakeJob(save, self.store)
+        self.core.add(request, self.jobs.get(name))
+
+    def step(self) -> bool:
+        """One step, if there is work; budgets are checked."""
+        before = len(self.runner.steps)
+        progress = self.core.step() if self.core.has_work else False
+        if self.runner.broken is not None:
+            raise self.runner.broken
+        for chunks in self.runner.steps[before:]:
+            assert sum(end - start for _, start, end in chunks) <= self.budget
+        assert len(self.scheduler.running) <= self.max_running
+        assert self.max_rows is None or self.runner.max_captured <= self.max_rows
+        return progress
+
+    def write(self) -> None:
+        """The disk catches up with everything."""
+        for job in self.jobs.values():
+            job.write_all()
+        self.take_pages_back()
+
+    def take_pages_back(self) -> None:
+        while self.released:
+            self.core.release_pages(self.released.pop())
+
+    def run(self, *, max_steps: int = 3000) -> None:
+        """Steps until nothing is left to compute, with a fast disk."""
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                break
+            self.step()
+            self.write()
+        assert not self.core.has_work, "something is never computed"
+        self.write()
+        self.core.check_integrity()
+        assert self.store.pool.stats().referenced == 0
+
+    def names(self, sequences: List[object]) -> list[str]:
+        return [sequence.request.request_id for sequence in sequences]
+
+    @property
+    def running(self) -> list[str]:
+        return self.names(self.scheduler.running)
+
+    @property
+    def waiting(self) -> list[str]:
+        return self.names(self.scheduler.waiting)
+
+    def num_cached(self, name: str) -> int:
+        return self.listener.outputs[name][-1].num_cached_tokens
+
+    def tokens(self, name: str) -> list[int]:
+        """What was generated."""
+        return [token for output in self.listener.outputs.get(name, []) for token in output.token_ids]
+
+    def steps_of(self, name: str) -> Counter[int]:
+        """How many tokens of the request each step computed, by step number."""
+        return Counter(
+            {number: end - start for number, chunks in enumerate(self.runner.steps) for owner, start, end in chunks if owner == name}
+        )
+
+    def check_results(self, *, but: frozenset[str] = frozenset()) -> None:
+        """Every request has ended once; all `but` some have the right text and file."""
+        for name, request in self.requests.items():
+            outputs = self.listener.outputs[name]
+            assert [output.finish_reason is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+            if name not in but:
+                self._check_result(name, request)
+
+    def _check_result(self, name: str, request: EngineRequest) -> None:
+        tokens = list(request.prompt_token_ids)
+        for _ in range(request.sampling.max_tokens):
+            tokens.append(next_token(tokens))
+            if tokens[-1] in request.sampling.stop_token_ids:
+                break
+        assert self.tokens(name) == tokens[len(request.prompt_token_ids) :]
+        if request.save is not None:
+            self._check_file(request, tokens, self.jobs[name])
+
+    def _check_file(self, request: EngineRequest, tokens: list[int], job: FakeJob) -> None:
+        save = job.spec
+        total = len(request.prompt_token_ids)
+        if request.sampling.max_tokens and (save.include_output_tokens or save.include_last_token):
+            total = len(tokens) - (not save.include_last_token)
+        kept = [position for low, high in save.rows.ranges(total) for position in range(low, high)]
+        assert not job.failed
+        assert job.end is not None
+        assert list(job.end.token_ids) == [tokens[position] for position in kept]
+        assert (list(job.end.positions) if job.end.positions is not None else list(range(total))) == kept
+        assert job.end.num_tokens == total
+        assert job.end.num_prompt_tokens == len(request.prompt_token_ids)
+        rows = {position: states[:, 0].tolist() for position, states in job.rows.items()}
+        assert rows == {p: [value_of(layer, tokens[: p + 1], request.cache_salt) for layer in save.layers] for p in kept}

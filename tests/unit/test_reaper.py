@@ -1,0 +1,248 @@
+"""What goes by itself, and what stays: files, records, lock files and what crashes have left."""
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from service import reaper as reaper_module
+from service import saved_files
+from service.paths import SaveRoots
+from service.reaper import DAY_SECONDS, Reaper
+from service.records import SaveRecord
+from service.registry import Registry
+from service.saved_files import remove_saved
+from service.space import Space
+
+
+@cache
+def states(save_id: str) -> bytes:
+    tensors = {"hidden_states": np.ones((5, 2, 8), np.float32), "token_ids": np.arange(5)}
+    return save(tensors, {"format": "strata.hidden_states.v1", "save_id": save_id, "num_tokens": "5"})
+
+
+@dataclass
+class World:
+    root: Path
+    roots: SaveRoots
+    registry: Registry
+    reaper: Reaper
+    clock: list[float] = field(default_factory=lambda: [1000.0])
+
+    def add(self, number: int, **changes: Any) -> SaveRecord:  # noqa: ANN401 - fields of SaveRecord
+        """A completed save with its file and its lock file."""
+        save_id = f"{number:032x}"
+        path = self.root / f"{number % 3}" / f"{number}.st"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(states(save_id))
+        path.with_name(path.name + ".lock").touch()
+        status = path.stat()
+        record = SaveRecord(save_id, str(path), "request", "model", (1, 2), "float32", created=1.0, status="completed", finished=1.0)
+        record = replace(record, bytes=status.st_size, device=status.st_dev, inode=status.st_ino, **changes)
+        self.registry.insert(record).result()
+        return record
+
+    def get(self, record: SaveRecord) -> SaveRecord:
+        found = self.registry.get(record.id).result()
+        assert found is not None
+        return found
+
+    def used(self) -> int:
+        return self.registry.used_bytes().result()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    root = tmp_path.resolve() / "saves"
+    roots, registry = SaveRoots([str(root)]), Registry(tmp_path / "state", keep_seconds=100, keep_count=10**6)
+    clock = [1000.0]
+    reaper = Reaper(registry, roots, Space(registry, roots), lock_files=True, now=lambda: clock[0])
+    yield World(root, roots, registry, reaper, clock)
+    registry.close()
+    roots.close()
+
+
+def path_of(record: SaveRecord) -> Path:
+    return Path(record.hidden_states_path)
+
+
+def lock_of(record: SaveRecord) -> Path:
+    return Path(record.hidden_states_path + ".lock")
+
+
+def test_files_expire_at_their_time_and_not_before(world: World) -> None:
+    records = [world.add(number, expires=1000.0 + number) for number in range(4)]
+    forever = world.add(9)
+    world.clock[0] = 1001.5
+    assert asyncio.run(world.reaper.expire()) == 2
+    assert [world.get(record).status for record in records] == ["expired", "expired", "completed", "completed"]
+    assert [path_of(record).exists() for record in records] == [False, False, True, True]
+    assert [lock_of(record).exists() for record in records] == [False, False, True, True]
+    assert path_of(forever).exists()
+    assert world.used() == 3 * len(states(forever.id))
+
+
+def test_any_number_of_files_expires_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper_module, "PAGE", 3)
+    records = [world.add(number, expires=5.0) for number in range(10)]
+    assert asyncio.run(world.reaper.expire()) == 10
+    assert not any(path_of(record).exists() for record in records)
+
+
+def test_a_file_that_cannot_be_removed_does_not_keep_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper_module, "PAGE", 2)
+    records = [world.add(number, expires=5.0) for number in range(7)]
+    stuck = {records[0].id, records[1].id, records[2].id}
+    tries: list[str] = []
+
+    def failing(roots: SaveRoots, record: SaveRecord, *, lock_files: bool) -> bool:
+        tries.append(record.id)
+        if record.id in stuck:
+            raise OSError(5, "Input/output error")
+        return remove_saved(roots, record, lock_files=lock_files)
+
+    monkeypatch.setattr(reaper_module, "remove_saved", failing)
+    assert asyncio.run(world.reaper.expire()) == 4
+    assert asyncio.run(world.reaper.expire()) == 0
+    assert len(tries) == 7, "what has failed is not tried again at once"
+    stuck.clear()
+    monkeypatch.setattr(world.reaper, "_retry_at", {})
+    assert asyncio.run(world.reaper.expire()) == 3
+    assert all(world.get(record).status == "expired" for record in records)
+
+
+def test_a_record_without_its_file_expires_too(world: World) -> None:
+    record = world.add(1, expires=5.0)
+    path_of(record).unlink()
+    assert asyncio.run(world.reaper.expire()) == 1
+    assert world.get(record).status == "expired"
+    assert not lock_of(record).exists()
+
+
+def test_a_sweep_finds_what_has_gone_and_what_is_there_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper_module, "PAGE", 2)
+    records = [world.add(number) for number in range(7)]
+    size = len(states(records[0].id))
+    asyncio.run(world.reaper.sweep())
+    assert world.used() == 7 * size
+    path_of(records[0]).unlink()
+    path_of(records[1]).rename(world.root / "away")
+    path_of(records[2]).write_bytes(b"shorter")
+    path_of(records[5]).unlink()
+    path_of(records[5]).symlink_to(world.root / "away")
+    asyncio.run(world.reaper.sweep())
+    assert [world.get(record).gone is not None for record in records] == [True, True, True, False, False, True, False]
+    assert world.used() == 3 * size
+    (world.root / "away").rename(path_of(records[1]))
+    asyncio.run(world.reaper.sweep())
+    assert world.get(records[1]).gone is None
+    assert world.used() == 4 * size
+    assert all(world.get(record).status == "completed" for record in records)
+
+
+def test_a_directory_that_is_swapped_for_a_link_holds_no_file_of_ours(world: World) -> None:
+    record = world.add(1)
+    path_of(record).parent.rename(world.root / "elsewhere")
+    path_of(record).parent.symlink_to("elsewhere")
+    asyncio.run(world.reaper.sweep())
+    assert world.get(record).gone is not None
+
+
+def test_only_a_forgotten_lock_file_of_a_save_is_removed_after_a_day(world: World) -> None:
+    forgotten, held, beside, foreign = world.add(1), world.add(2), world.add(3), world.root / "poetry.lock"
+    foreign.touch()
+    path_of(forgotten).unlink()
+    path_of(held).unlink()
+    world.clock[0] = time.time() + DAY_SECONDS - 60
+    asyncio.run(world.reaper.sweep())
+    assert lock_of(forgotten).exists()
+    world.clock[0] += 120
+    with lock_of(held).open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        asyncio.run(world.reaper.sweep())
+    assert [path.exists() for path in (lock_of(forgotten), lock_of(held), lock_of(beside), foreign)] == [False, True, True, True]
+
+
+def test_a_recount_rests_between_sweeps_but_what_has_expired_always_goes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper_module, "REST", 10**9)
+    record, expiring = world.add(1), world.add(2, expires=1005.0)
+
+    async def run() -> None:
+        await world.reaper.recount()
+        path_of(record).unlink()
+        world.clock[0] = 1006.0
+        await world.reaper.recount()
+
+    asyncio.run(run())
+    assert world.get(record).gone is None
+    assert world.get(expiring).status == "expired"
+
+
+def test_old_records_go_however_many_there_are(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper_module, "PURGED_AT_ONCE", 3)
+    records = [world.add(number, finished=800.0 + 20 * number) for number in range(10)]
+    asyncio.run(world.reaper.purge())
+    assert [record for record in records if world.registry.get(record.id).result()] == records[5:]
+    assert all(path_of(record).exists() for record in records)
+
+
+def test_what_a_crash_in_a_removal_leaves_is_removed_after_a_day(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = world.add(1)
+
+    def crash(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_files.os, "unlink", crash)
+        with pytest.raises(KeyboardInterrupt):
+            remove_saved(world.roots, record, lock_files=True)
+    (aside,) = path_of(record).parent.glob(".*.part")
+    asyncio.run(world.reaper.clean())
+    assert aside.exists()
+    os.utime(aside, (1.0, 1.0))
+    monkeypatch.setattr("service.leftovers.time.time", lambda: time.monotonic() + 10**10)
+    asyncio.run(world.reaper.clean())
+    assert not aside.exists()
+
+
+def test_it_does_everything_at_the_start_and_ends_when_told(world: World) -> None:
+    record, old, gone = world.add(1, expires=5.0), world.add(2, finished=1.0), world.add(3, finished=999.0)
+    path_of(gone).unlink()
+
+    async def run() -> None:
+        world.reaper.start()
+        while world.registry.get(old.id).result() is not None or world.get(gone).gone is None:
+            await asyncio.sleep(0.01)
+        await world.reaper.close()
+        await world.reaper.close()
+
+    asyncio.run(run())
+    assert not path_of(record).exists()
+
+
+def test_a_job_that_fails_does_not_end_the_others(world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    gone = world.add(3, finished=999.0)
+    path_of(gone).unlink()
+
+    async def failing() -> int:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(world.reaper, "expire", failing)
+
+    async def run() -> None:
+        world.reaper.start()
+        while world.get(gone).gone is None:
+            await asyncio.sleep(0.01)
+        await world.reaper.close()
+
+    asyncio.run(run())
+    assert "will be tried again" in caplog.text
