@@ -14,23 +14,24 @@ from speculators.train.cli import main
 from speculators.train.config import TrainConfig
 
 
-class Losses(logging.Handler):
-    """Collects what the trainer reports of each step."""
+class Losses(logging.Filter):
+    """Collects what the trainer reports of each step. A filter, since the trainer sets the handlers of its logger anew."""
 
     def __init__(self) -> None:
         super().__init__()
         self.values: list[float] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.msg, dict) and "train" in record.msg:
             self.values.append(record.msg["train"]["loss"])
+        return True
 
 
 def run(arguments: list[str]) -> list[float]:
     trainer.get_local_rank = lambda: "cpu"
     torch.accelerator.synchronize = lambda: None
     losses = Losses()
-    logging.getLogger("speculators.metrics").addHandler(losses)
+    logging.getLogger("speculators.metrics").addFilter(losses)
     main(TrainConfig.resolve(arguments))
     return losses.values
 
