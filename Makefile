@@ -41,6 +41,6 @@ openapi: $(READY)  ## write openapi.yaml anew from the code
 bench: $(READY)  ## measure Strata against a plain transformers script, for example: make bench ARGS="--rounds 5"
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-clean:  ## remove .venv, caches and what demo and bench have written here (not the other files in saves/)
-	@rm -rf .venv saves/demo saves/bench build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage*
+clean:  ## remove .venv, the clients' environments, caches and what demo and bench have written here (not the other files in saves/)
+	@rm -rf .venv .venv-clients saves/demo saves/bench build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage*
 	@find engine service benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,12 +5,10 @@ stopped reading. The bounds on bodies, which do, are in `service/middleware.py`.
 """
 
 import asyncio
-import fcntl
 import logging
 import socket
 import struct
 import sys
-import termios
 from functools import partial
 from typing import Any
 
@@ -22,6 +20,8 @@ from service.limits import HttpLimits
 
 log = logging.getLogger(__name__)
 
+ACKNOWLEDGED_OFFSET = 120
+"""Of `tcpi_bytes_acked`, 64 bits, in the `tcp_info` of linux/tcp.h; since Linux 4.1."""
 CHECKS_PER_LIMIT = 4
 """How often a bound on time is looked at within it, so that it is kept to a quarter."""
 
@@ -33,29 +33,29 @@ class WriteWatch:
         self._transport = transport
         self._limits = limits
         self._since: float | None = None
-        self._waiting = 0
+        self._taken = 0
 
     def stalled(self, now: float) -> bool:
         """Whether less than the least amount was taken in the last `write_seconds`; to be asked every now and then."""
-        if not self._transport.get_write_buffer_size():
-            self._since = None
+        taken = bytes_acknowledged(self._transport) if self._transport.get_write_buffer_size() else None
+        if taken is None:
+            self._since = None  # the kernel had room for everything, or doesn't tell
             return False
         if self._since is None:
-            self._since, self._waiting = now, self._bytes_waiting()
-            return False
+            self._since, self._taken = now, taken
         if now - self._since < self._limits.write_seconds:
             return False
-        waiting, before = self._bytes_waiting(), self._waiting
-        self._since, self._waiting = now, waiting
-        # Nothing is added while the buffer is full, so what is gone has been taken.
-        return before - waiting < self._limits.write_seconds * self._limits.write_rate
+        before, self._since, self._taken = self._taken, now, taken
+        return taken - before < self._limits.write_seconds * self._limits.write_rate
 
-    def _bytes_waiting(self) -> int:
-        """Bytes in our buffer and in the kernel's: those are not seen in ours until a third of the kernel's is free."""
-        in_kernel = 0
-        if sys.platform == "linux" and (connection := self._transport.get_extra_info("socket")) is not None:
-            in_kernel = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]
-        return self._transport.get_write_buffer_size() + in_kernel
+
+def bytes_acknowledged(transport: asyncio.Transport) -> int | None:
+    """How much the other end has ever taken; None for anything but TCP on Linux."""
+    connection = transport.get_extra_info("socket")
+    if sys.platform != "linux" or connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKNOWLEDGED_OFFSET + 8)
+    return int.from_bytes(info[ACKNOWLEDGED_OFFSET:], sys.byteorder)
 
 
 def forget_unsent(transport: asyncio.Transport) -> None:

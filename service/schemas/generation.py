@@ -120,7 +120,7 @@ class GenerationRequest(CutRequest):
     logit_bias: Annotated[Mapping[int, float], PlainValidator(_logit_bias), WithJsonSchema(_BIAS_SCHEMA)] = Field({})
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     stream: bool = Field(False, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     user: Text | None = Field(None, description="Not used.")

@@ -234,3 +234,19 @@ def test_an_unknown_command_is_refused() -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["sreve"])
     assert ended.value.code == 2
+
+
+def test_origins_are_flags_that_repeat_or_one_variable_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings({"cors_origin": ["https://a.example", "http://b.example:81"]}).cors_origin == (
+        "https://a.example",
+        "http://b.example:81",
+    )
+    monkeypatch.setenv("STRATA_CORS_ORIGIN", "https://a.example,*")
+    assert load_settings({}).cors_origin == ("https://a.example", "*")
+
+
+@pytest.mark.parametrize(
+    "origin", ["a.example", "https://a.example/", "https://a.example/path", "https://", "https://a b", "https://u@a.example"]
+)
+def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
+    assert problems({"cors_origin": [origin]})[0].startswith("--cors-origin: ")
