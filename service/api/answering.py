@@ -22,6 +22,7 @@ CLIENT_CLOSED_REQUEST = 499
 """What nginx logs for a client that left; nobody reads it."""
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}},
     **ERRORS,
     202: {"description": 'Accepted, with `wait: "accepted"`: poll the save.'},
     403: {"model": ErrorAnswer, "description": "A path outside the allowed roots."},

@@ -1,4 +1,4 @@
-"""What routes are given."""
+"""What routes are given. All of it is async, because FastAPI sends plain functions to a thread, at every request."""
 
 import asyncio
 from typing import Annotated, cast
@@ -11,11 +11,11 @@ from service.runtime import Runtime
 from service.services import Services
 
 
-def get_runtime(request: Request) -> Runtime:
+async def get_runtime(request: Request) -> Runtime:
     return cast(Runtime, request.app.state.runtime)
 
 
-def get_owner(request: Request) -> str | None:
+async def get_owner(request: Request) -> str | None:
     owner: str | None = request.state.owner
     return owner
 
@@ -26,11 +26,11 @@ Owner = Annotated[str | None, Depends(get_owner)]
 RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]
 
 
-def services_for_work(runtime: RuntimeDependency) -> Services:
+async def services_for_work(runtime: RuntimeDependency) -> Services:
     return runtime.services(for_new_work=True)
 
 
-def services_for_reading(runtime: RuntimeDependency) -> Services:
+async def services_for_reading(runtime: RuntimeDependency) -> Services:
     return runtime.services(for_new_work=False)
 
 
