@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from service.settings_parser import add_settings, given_settings
 from service.version import strata_version
 
 USAGE_ERROR = 2
+COMPILED_SHAPES = 128
 HELP_POSITION = 36
 HELP_WIDTH = 132
 
@@ -63,12 +65,20 @@ def serve_command(argv: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings, named like the flags with _ for -")
     add_settings(parser)
     settings = load_settings(*given_settings(parser.parse_args(_joined_layers(argv))))
+    _bound_shape_caches()
     # Imported here: help and mistakes are to be answered before torch is loaded.
     from service.logs import configure_logging
     from service.server import serve
 
     configure_logging(settings.log_format, settings.log_level)
     return serve(settings)
+
+
+def _bound_shape_caches() -> None:
+    """PyTorch keeps what oneDNN compiled for a product's shape, for 1,024 shapes in each of two layers: half a gigabyte where the
+    rows of a step vary and products are in bfloat16. Must be called before torch is loaded."""
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(COMPILED_SHAPES))
 
 
 def _joined_layers(argv: Sequence[str]) -> list[str]:
