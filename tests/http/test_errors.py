@@ -110,7 +110,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(services: Services, slo
 
 def test_an_unexpected_failure_is_500_without_details(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise RuntimeError("a secret path /root/x")
+        raise RuntimeError("a secret path /srv/private/x")
 
     monkeypatch.setattr("service.admission.sampling_params", fail)
     response = service.complete()

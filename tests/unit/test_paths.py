@@ -161,7 +161,7 @@ ATTACKS: list[tuple[str, int]] = [
     ("/", 403),
     ("/etc/passwd", 403),
     ("/etc/", 403),
-    ("/root/.ssh/authorized_keys", 403),
+    ("/etc/ssh/authorized_keys", 403),
     ("/dev/null", 403),
     ("/proc/self/cwd/x", 403),
     ("/proc/self/fd/3/x", 403),
