@@ -30,6 +30,32 @@ class GroupPlan:
     Entries before a sliding window are 0, the null block, which must not be read."""
 
 
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What a backend is to run on and for."""
+
+    device: torch.device
+    capability: tuple[int, int] | None
+    """Compute capability of a CUDA device; None for any other."""
+    dtype: torch.dtype
+    head_dims: frozenset[int]
+    block_size: int | None
+    """What was asked for; None: the backend's own."""
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """The shape of a context that is filled anew for every replay of a captured graph."""
+
+    num_sequences: int
+    """Of one row each; fewer are padded."""
+    max_len: int
+    """Positions of the longest sequence."""
+
+    def max_pages(self, block_size: int) -> int:
+        return -(-self.max_len // block_size)
+
+
 class AttentionBackend(Protocol):
     """Made once per engine."""
 
@@ -41,3 +67,23 @@ class AttentionBackend(Protocol):
 
     def plan(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> AttentionContext:
         """Prepares slots and tables for one batch whose rows are the sequences' tokens, packed in order."""
+
+
+class RefillableContext(AttentionContext, Protocol):
+    """A context of fixed shape, whose arrays stay where they are."""
+
+    def refill(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> None:
+        """Prepares another step of single rows over the same caches: called between replays, never while a graph is captured.
+
+        Rows beyond the sequences are padding: what they write goes to the null block, and what they get is of no use.
+        """
+
+
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend whose steps of single rows can be captured in a CUDA graph."""
+
+    def plan_decodes(self, shape: FixedShape, groups: Sequence[GroupPlan]) -> RefillableContext:
+        """A context of `shape`, all padding at first. Of `groups` only layers and tensors are read.
+
+        Every layer must have run once outside of a graph, after a refill or none, before the context is captured.
+        """

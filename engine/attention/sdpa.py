@@ -21,6 +21,7 @@ from engine.attention.facade import GroupPlan, SequencePlan
 from engine.attention.slots import IntArray, SlotIndex, buckets_by_length
 from engine.errors import ConfigError
 from engine.models.base import AttentionOptions
+from engine.native.kernels import Kernels
 
 GATHER_BYTES = 4 << 20
 """Keys gathered at once for decoding on a CPU: more would fall out of its caches."""
@@ -42,6 +43,16 @@ class _Decodes:
 
 
 @dataclass(frozen=True)
+class _PagedDecodes:
+    """Sequences of one new position each, as the compiled kernel takes them: it reads the cache where it lies."""
+
+    rows: torch.Tensor  # [n], rows of the batch
+    tables: torch.Tensor  # [n, blocks]
+    begins: torch.Tensor  # [n], the first position seen
+    ends: torch.Tensor  # [n]
+
+
+@dataclass(frozen=True)
 class _Chunk:
     """A sequence of several new positions."""
 
@@ -59,6 +70,7 @@ class _Access:
 
     slots: torch.Tensor  # [rows]
     decodes: list[_Decodes]
+    paged_decodes: _PagedDecodes | None
     chunks: list[_Chunk]
 
 
@@ -68,9 +80,11 @@ class SdpaBackend:
     name = "sdpa"
     default_block_size = 32
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: Kernels | None = None) -> None:
+        """`kernels`, of the cache's dtype, take over decoding on a CPU."""
         on_cpu = device.type == "cpu"
         self.device = device
+        self.kernels = kernels
         self.piece_rows = PIECE_ROWS if on_cpu else GPU_PIECE_ROWS
         self.gather_bytes = GATHER_BYTES if on_cpu else GPU_GATHER_BYTES
         self.masks = CausalMasks(self.piece_rows)
@@ -125,6 +139,8 @@ class _Group:
         keys.index_copy_(0, access.slots, key)
         values.index_copy_(0, access.slots, value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if access.paged_decodes is not None:
+            self._attend_paged(access.paged_decodes, query, (keys, values), options, out)
         for decodes in access.decodes:
             out.index_copy_(0, decodes.rows, self._attend_decodes(decodes, query, keys, values, options))
         for chunk in access.chunks:
@@ -136,8 +152,21 @@ class _Group:
         key = (num_sequences, window)
         if key not in self._access:
             tables, sequences = self.plan.block_tables[:num_sequences], self._sequences[:num_sequences]
-            self._access[key] = _AccessPlanner(self.plan, tables, sequences, window, self._backend.gather_bytes).plan()
+            self._access[key] = _AccessPlanner(self.plan, tables, sequences, window, self._backend).plan()
         return self._access[key]
+
+    def _attend_paged(
+        self,
+        decodes: _PagedDecodes,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        options: AttentionOptions,
+        out: torch.Tensor,
+    ) -> None:
+        kernels, seen = self._backend.kernels, (decodes.begins, decodes.ends)
+        assert kernels is not None
+        size = self.plan.block_size
+        kernels.attend_decodes(query, decodes.rows, cache, decodes.tables, seen, size, options.scale, options.soft_cap, out)
 
     def _attend_decodes(
         self, decodes: _Decodes, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
@@ -194,13 +223,16 @@ class _AccessPlanner:
         block_tables: Sequence[Sequence[int]],
         sequences: Sequence[SequencePlan],
         window: int | None,
-        gather_bytes: int,
+        backend: SdpaBackend,
     ) -> None:
         self._keys = plan.keys
+        self._tables = block_tables
+        self._block_size = plan.block_size
+        self._paged = backend.kernels is not None
         self._kv_heads = plan.keys.shape[3]
         self._sequences = sequences
         self._window = window
-        self._max_slots = max(1, gather_bytes // (self._kv_heads * plan.keys.shape[4] * plan.keys.dtype.itemsize))
+        self._max_slots = max(1, backend.gather_bytes // (self._kv_heads * plan.keys.shape[4] * plan.keys.dtype.itemsize))
         self._counts = np.array([sequence.count for sequence in sequences], np.int64)
         self._starts = np.array([sequence.start for sequence in sequences], np.int64)
         self._first_rows = self._counts.cumsum() - self._counts
@@ -208,7 +240,10 @@ class _AccessPlanner:
 
     def plan(self) -> _Access:
         single, several = (np.nonzero(which)[0].tolist() for which in (self._counts == 1, self._counts > 1))
-        return _Access(self._row_slots(), self._plan_decodes(single), [self._plan_chunk(i) for i in several])
+        chunks = [self._plan_chunk(i) for i in several]
+        if self._paged and single:
+            return _Access(self._row_slots(), [], self._plan_paged(single), chunks)
+        return _Access(self._row_slots(), self._plan_decodes(single), None, chunks)
 
     def _row_slots(self) -> torch.Tensor:
         owners = np.repeat(np.arange(len(self._counts)), self._counts)
@@ -222,6 +257,15 @@ class _AccessPlanner:
         if first < start:
             index = self._to_device(self._index.slots(sequence, np.arange(first, start + count)))
         return _Chunk(int(self._first_rows[sequence]), start, count, first, index)
+
+    def _plan_paged(self, sequences: list[int]) -> _PagedDecodes:
+        ends = self._starts[sequences] + 1
+        begins = np.zeros_like(ends) if self._window is None else np.maximum(0, ends - self._window)
+        tables = np.zeros((len(sequences), -(-int(ends.max()) // self._block_size)), np.int64)
+        for table, sequence, end in zip(tables, sequences, ends.tolist(), strict=True):
+            used = -(-end // self._block_size)
+            table[:used] = self._tables[sequence][:used]
+        return _PagedDecodes(*(torch.from_numpy(array) for array in (self._first_rows[sequences], tables, begins, ends)))
 
     def _plan_decodes(self, sequences: list[int]) -> list[_Decodes]:
         ends = [self._sequences[i].start + 1 for i in sequences]

@@ -1,8 +1,6 @@
 """The reference attention backend against dense attention in float64, over a cache poisoned with NaN."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -11,133 +9,14 @@ from hypothesis import strategies as st
 
 from engine.attention.facade import GroupPlan, SequencePlan
 from engine.attention.sdpa import PIECE_ROWS, SdpaBackend
-from engine.attention.select import select_backend
 from engine.attention.slots import SlotIndex, buckets_by_length
 from engine.errors import ConfigError
-from engine.models.base import AttentionOptions
-
-CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+from tests.unit.attention_simulation import CPU, PagedGroup, Shape, Simulation, dense_reference
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One group of layers that keep the same thing."""
-
-    layers: tuple[int, ...] = (0,)
-    heads: int = 6
-    kv_heads: int = 2
-    head_dim: int = 16
-    block_size: int = 16
-    window: int | None = None
-    soft_cap: float | None = None
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def options(self) -> AttentionOptions:
-        return AttentionOptions(0.3, self.window, self.soft_cap)
-
-
-def dense_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The last `query.shape[0]` positions over all keys, in float64, written out plainly."""
-    rows, length = query.shape[0], key.shape[0]
-    key, value = (x.double().repeat_interleave(shape.heads // shape.kv_heads, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * 0.3
-    if shape.soft_cap is not None:
-        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-    query_at = torch.arange(length - rows, length)[:, None]
-    key_at = torch.arange(length)[None]
-    seen = key_at <= query_at
-    if shape.window is not None:
-        seen &= key_at > query_at - shape.window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
-
-
-@dataclass
-class PagedGroup:
-    """A poisoned cache with scattered blocks, and what it should hold."""
-
-    shape: Shape
-    num_blocks: int = 400
-    keys: torch.Tensor = field(init=False)
-    values: torch.Tensor = field(init=False)
-    tables: dict[int, list[int]] = field(default_factory=dict)
-    free: list[int] = field(init=False)
-    history: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        shape = self.shape
-        size = (len(shape.layers), self.num_blocks, shape.block_size, shape.kv_heads, shape.head_dim)
-        self.keys, self.values = (torch.full(size, math.nan, dtype=shape.dtype) for _ in range(2))
-        self.free = [block + 1 for block in torch.randperm(self.num_blocks - 1).tolist()]
-
-    def plan(self, members: Sequence[tuple[int, SequencePlan]]) -> GroupPlan:
-        for name, sequence in members:
-            self._grow(self.tables.setdefault(name, []), sequence)
-        tables = [self.tables[name] for name, _ in members]
-        return GroupPlan(self.shape.layers, self.shape.block_size, self.keys, self.values, tables)
-
-    def _grow(self, table: list[int], sequence: SequencePlan) -> None:
-        while len(table) * self.shape.block_size < sequence.start + sequence.count:
-            table.append(self.free.pop())
-        if self.shape.window is not None:
-            for index in range(max(0, sequence.start + 1 - self.shape.window) // self.shape.block_size):
-                self._release(table, index)
-
-    def _release(self, table: list[int], index: int) -> None:
-        block, table[index] = table[index], 0
-        if block:
-            self.keys[:, block] = self.values[:, block] = math.nan
-            self.free.insert(0, block)
-
-    def remember(self, name: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        past = self.history.setdefault((name, layer), [])
-        past.append((key, value))
-        return torch.cat([k for k, _ in past]), torch.cat([v for _, v in past])
-
-
-@dataclass
-class Simulation:
-    """Runs steps through the backend and compares every row of every layer with the dense reference."""
-
-    shapes: Sequence[Shape]
-    num_blocks: int = 400
-    backend: SdpaBackend = field(default_factory=lambda: SdpaBackend(CPU))
-    lengths: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.groups = [PagedGroup(shape, self.num_blocks) for shape in self.shapes]
-
-    def step(self, *wanted: tuple[int, int], keep: int | None = None) -> None:
-        """Computes `count` more positions of each `(name, count)`; layers after the first of a group see `keep` sequences only."""
-        members = [(name, SequencePlan(self.lengths.get(name, 0), count)) for name, count in wanted]
-        context = self.backend.plan([sequence for _, sequence in members], [group.plan(members) for group in self.groups])
-        for group in self.groups:
-            for layer in group.shape.layers:
-                kept = members if layer == group.shape.layers[0] else members[:keep]
-                self._check_layer(context.attend, group, layer, kept)
-        self.lengths |= {name: sequence.start + sequence.count for name, sequence in members}
-
-    def _check_layer(
-        self, attend: Callable[..., torch.Tensor], group: PagedGroup, layer: int, members: Sequence[tuple[int, SequencePlan]]
-    ) -> None:
-        shape = group.shape
-        counts = [sequence.count for _, sequence in members]
-        fused = torch.randn(sum(counts), shape.heads + 2 * shape.kv_heads, shape.head_dim).to(shape.dtype)
-        query, key, value = fused.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
-        out = attend(layer, query, key, value, shape.options)
-        assert out.shape == query.shape
-        assert out.dtype == shape.dtype
-        parts = zip(members, *(x.split(counts) for x in (query, key, value, out)), strict=True)
-        for (name, _), q, k, v, got in parts:
-            expected = dense_reference(q, *group.remember(name, layer, k, v), shape)
-            error = (got.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-            assert error.max() <= TOLERANCE[shape.dtype], f"sequence {name}, layer {layer}: relative error {error.max():.2e}"
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 22, 32, 528])
@@ -314,15 +193,8 @@ def test_buckets_hold_every_sequence_once_within_their_bounds(lengths: list[int]
 
 
 def test_any_positive_block_size_is_accepted() -> None:
-    backend = select_backend("auto", CPU)
+    backend = SdpaBackend(CPU)
     for size in (1, 22, 528):
         backend.check_block_size(size)
     with pytest.raises(ConfigError, match="block_size is 0, but must be at least 1"):
         backend.check_block_size(0)
-
-
-def test_backends_are_chosen_by_name() -> None:
-    assert select_backend("auto", CPU).name == "sdpa"
-    assert select_backend("sdpa", CPU).name == "sdpa"
-    with pytest.raises(ConfigError, match="attention is 'flash', but must be one of auto, sdpa"):
-        select_backend("flash", CPU)

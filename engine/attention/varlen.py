@@ -1,0 +1,188 @@
+"""Attention through torch's own kernel for packed sequences over a paged cache, `torch.nn.attention.varlen` (CUDA).
+
+What holds for that kernel, and what is made of it here:
+
+- It may be told how many parts to split long sequences into. Its own choice can leave rows of a paged batch unwritten without an error
+  (pytorch issue 194167), so it is always told 1.
+- Its causal and window masks are aligned to the lower right, to the ends of the queries and of the keys, as chunks need it.
+- Pages must be a multiple of 256 positions.
+- It has no soft cap: layers that have one go through the reference backend instead, over the same cache.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.attention.facade import AttentionNeeds, FixedShape, GroupPlan, SequencePlan
+from engine.attention.paged import KernelGroup, PagedContext, Step
+from engine.attention.sdpa import SdpaBackend, SdpaContext
+from engine.attention.transfer import StepBuffer
+from engine.errors import ConfigError
+from engine.models.base import AttentionOptions
+
+Kernel = Callable[..., torch.Tensor]
+"""With the signature of `varlen_attn`."""
+
+_PAGE_MULTIPLE = 256
+_MAX_HEAD_DIM = 256
+_FULL = -1
+_ARGUMENTS = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"}
+
+
+def find_kernel() -> Kernel | None:
+    """torch's kernel, where this torch has it with block tables."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    kernel: Any = varlen_attn
+    return kernel if set(inspect.signature(kernel).parameters) >= _ARGUMENTS else None
+
+
+def has_flash_attention() -> bool:
+    """Whether this torch was built with the CUDA code behind the kernel."""
+    return torch.backends.cuda.is_flash_attention_available()
+
+
+class VarlenBackend:
+    """See `AttentionBackend`. A context is valid until the next one is planned."""
+
+    name = "varlen"
+    default_block_size = 256
+
+    def __init__(self, device: torch.device, kernel: Kernel | None = None) -> None:
+        found = kernel or find_kernel()
+        assert found is not None
+        self.kernel = found
+        self.device = device
+        self.reference = SdpaBackend(device)
+        self._buffer = StepBuffer(device)
+
+    @staticmethod
+    def refusal(needs: AttentionNeeds) -> str | None:
+        """See `select.Candidate`."""
+        if needs.capability is None:
+            return "it needs a CUDA device"
+        if needs.capability < (8, 0):
+            return f"it needs compute capability 8.0, this device has {needs.capability[0]}.{needs.capability[1]}"
+        if needs.dtype not in (torch.bfloat16, torch.float16):
+            return f"it computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}"
+        unfit = [size for size in sorted(needs.head_dims) if size % 8 or size > _MAX_HEAD_DIM]
+        if unfit:
+            return f"it takes heads that are a multiple of 8 and at most {_MAX_HEAD_DIM} wide, not {unfit[0]}"
+        if find_kernel() is None:
+            return f"torch {torch.__version__} has no varlen_attn with block tables"
+        return None if has_flash_attention() else "this torch was built without flash attention"
+
+    def check_block_size(self, block_size: int) -> None:
+        if block_size < 1 or block_size % _PAGE_MULTIPLE:
+            raise ConfigError(f"block_size is {block_size}, but the attention backend varlen needs a multiple of {_PAGE_MULTIPLE}")
+
+    def plan(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> "VarlenContext":
+        return VarlenContext(self, self._buffer, sequences, groups)
+
+    def plan_decodes(self, shape: FixedShape, groups: Sequence[GroupPlan]) -> "VarlenContext":
+        """See `GraphBackend.plan_decodes`."""
+        unfilled = [GroupPlan(group.layers, group.block_size, group.keys, group.values, []) for group in groups]
+        return VarlenContext(self, StepBuffer(self.device), [], unfilled, shape)
+
+
+class _Arrays(NamedTuple):
+    """What a group's calls read, on the device; all but the slots are int32, as the kernel wants it."""
+
+    first_rows: torch.Tensor  # [sequences + 1]
+    first_keys: torch.Tensor  # [sequences + 1]
+    lengths: torch.Tensor  # [sequences]
+    table: torch.Tensor  # [sequences, pages of the longest]
+
+
+class _Group(KernelGroup):
+    """One KV group: a call of the kernel per layer, with arguments that are the same for all its layers."""
+
+    def __init__(self, kernel: Kernel, plan: GroupPlan, fixed: FixedShape | None) -> None:
+        super().__init__(plan)
+        self._kernel = kernel
+        self._fixed = fixed
+
+    def take(self, arrays: _Arrays) -> None:
+        self._arrays = arrays
+        self._arguments: dict[tuple[int, int | None], dict[str, Any]] = {}
+
+    def attend(self, index: int, query: torch.Tensor, options: AttentionOptions, num_sequences: int) -> torch.Tensor:
+        key = (num_sequences, options.window)
+        if key not in self._arguments:
+            self._arguments[key] = self._arguments_for(num_sequences, options.window)
+        keys, values = self.keys[index], self.values[index]
+        grouped = query.shape[1] != keys.shape[2]
+        return self._kernel(query, keys, values, scale=options.scale, enable_gqa=grouped, num_splits=1, **self._arguments[key])
+
+    def _arguments_for(self, num_sequences: int, window: int | None) -> dict[str, Any]:
+        first_rows, first_keys, lengths, table = self._arrays
+        max_rows = int(self.rows.counts[:num_sequences].max())
+        max_keys = int(self.pages.lengths[:num_sequences].max()) if self._fixed is None else table.shape[1] * self.plan.block_size
+        return {
+            "cu_seq_q": first_rows[: num_sequences + 1],
+            "cu_seq_k": first_keys[: num_sequences + 1],
+            "max_q": max_rows,
+            "max_k": max_keys,
+            "window_size": _window_size(window, max_rows),
+            "seqused_k": lengths[:num_sequences],
+            "block_table": table[:num_sequences],
+        }
+
+
+def _window_size(window: int | None, max_rows: int) -> tuple[int, int]:
+    """Positions that are seen to the left and to the right of a row's own.
+
+    A sequence's last row sees all there is, so single rows need no mask, and the kernel packs the query heads of a key head only
+    where it is asked for none.
+    """
+    if window is not None:
+        return window - 1, 0
+    return _FULL, _FULL if max_rows == 1 else 0
+
+
+class VarlenContext(PagedContext):
+    """One batch."""
+
+    _groups: Sequence[_Group]
+
+    def __init__(
+        self,
+        backend: VarlenBackend,
+        buffer: StepBuffer,
+        sequences: Sequence[SequencePlan],
+        groups: Sequence[GroupPlan],
+        fixed: FixedShape | None = None,
+    ) -> None:
+        self._backend = backend
+        self._buffer = buffer
+        self._planned = sequences, groups
+        self._reference: SdpaContext | None = None
+        super().__init__(sequences, [_Group(backend.kernel, group, fixed) for group in groups], fixed)
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        if options.soft_cap is None:
+            return super().attend(layer, query, key, value, options)
+        assert self._fixed is None, "the reference backend, which does soft caps, can't be captured in a graph"
+        if self._reference is None:
+            self._reference = self._backend.reference.plan(*self._planned)
+        return self._reference.attend(layer, query, key, value, options)
+
+    def _send(self, step: Step) -> None:
+        arrays = [step.rows.first_rows.astype(np.int32)]
+        for group, pages in zip(self._groups, step.pages, strict=True):
+            num_pages = np.diff(pages.first_page)
+            width = self._fixed.max_pages(group.plan.block_size) if self._fixed else int(num_pages.max(initial=1))
+            table = pages.table(width).astype(np.int32)
+            first_keys = np.append(0, pages.lengths.cumsum()).astype(np.int32)
+            arrays += [first_keys, pages.lengths.astype(np.int32), table]
+        slots = [pages.slots for pages in step.pages]
+        sent = self._buffer.send([*arrays, *slots])
+        for number, (group, pages) in enumerate(zip(self._groups, step.pages, strict=True)):
+            group.fill(step.rows, pages, sent[len(arrays) + number])
+            group.take(_Arrays(sent[0], *sent[1 + 3 * number : 4 + 3 * number]))
