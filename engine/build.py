@@ -3,32 +3,38 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine.api import EngineInfo
-from engine.attention.select import select_backend
+from engine.attention.select import candidates_with, needs_of, select_backend
 from engine.cache.kv import KVCache, KVGroup
 from engine.cache.sink import DirectSink, RowSink, StagedSink
 from engine.cache.spec import group_layers
 from engine.cache.states import StateStore
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Switch
 from engine.core import CoreParts
 from engine.device import dtype_name, resolve_device, resolve_dtype
 from engine.errors import ConfigError
 from engine.limits import RequestLimits, saved_rows
 from engine.models.base import Model
 from engine.models.loader import load_model, read_model_config
+from engine.models.ops import NativeOps
+from engine.native.compiler import NoKernels
+from engine.native.kernels import Kernels, load_kernels
 from engine.prefix import PrefixFinder
 from engine.request import EngineRequest
 from engine.runner import ModelRunner
 from engine.saves.spec import SaveEvent
-from engine.saves.writer import SaveJob, SaveWriter
+from engine.saves.writer import SaveEnd, SaveJob, SaveWriter
 from engine.scheduler import Scheduler
 from engine.sizing import kv_blocks, state_pages
 
-_BATCH_TOKENS_ON_CPU, _BATCH_TOKENS_ON_GPU = 512, 8192
+_BATCH_TOKENS_ON_CPU, _BATCH_TOKENS_ON_GPU = 2048, 8192
+_MIXED_TOKENS_ON_CPU = 512
+"""A step beside text that is being generated: a quarter of the longest wait for the next token."""
 _STAGED_LAYERS = 8
 """How many layers of a full step the staging buffer of a GPU holds."""
 
@@ -45,10 +51,12 @@ class EngineParts:
     def begin_save(self, request: EngineRequest) -> SaveJob:
         """The writer's job for the request's save, with as much as is known of its length."""
         assert request.save is not None
-        lowest, highest = saved_rows(request)
+        prompt, (lowest, highest) = request.prompt_token_ids, saved_rows(request)
         fewest, most = (_num_kept(request, total) for total in (lowest, highest))
+        # Rows of the prompt alone: nothing of the file's end is left to be found out.
+        end = partial(SaveEnd.of, request.save.rows, prompt, highest, len(prompt)) if highest == len(prompt) else None
         # The rows that each pair keeps grow or shrink steadily with the length, so equal ends mean a constant.
-        return self.writer.begin(request.save, num_rows=sum(most) if fewest == most else None, max_rows=highest)
+        return self.writer.begin(request.save, num_rows=sum(most) if fewest == most else None, max_rows=highest, end=end)
 
 
 def _num_kept(request: EngineRequest, total: int) -> list[int]:
@@ -65,12 +73,14 @@ def build_engine(
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, described.checkpoint_dtype, device)
     max_model_len = _max_model_len(config, described.max_model_len)
-    attention = select_backend(config.attention, device)
-    block_size = config.block_size or attention.default_block_size
-    attention.check_block_size(block_size)
     threads = config.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
-    model = load_model(folder, device=device, dtype=dtype, max_model_len=max_model_len, progress=progress)
+    kernels, kernels_reason = _kernels(config.native_kernels, device, dtype, threads)
+    ops = None if kernels is None else NativeOps(kernels)
+    model = load_model(folder, device=device, dtype=dtype, max_model_len=max_model_len, ops=ops, progress=progress)
+    needs = needs_of(model.kv_layers(), device, dtype, config.block_size)
+    attention = select_backend(config.attention, needs, candidates_with(kernels))
+    block_size = attention.block_size
     kv = _kv_cache(model, config, block_size, max_model_len)
     width = described.hidden_size
     num_pages = state_pages(config, block_size, width, dtype)
@@ -79,14 +89,23 @@ def build_engine(
     sink = _sink(states, batch_tokens, device)
     prefixes = PrefixFinder(kv, block_size, enabled=config.prefix_cache)
     limits = RequestLimits(described.num_layers, described.vocab_size, max_model_len, kv, block_size, num_pages - 1, sink.capacity)
-    scheduler = Scheduler(kv, prefixes, max_batch_tokens=batch_tokens, max_running=config.max_running, max_capture_rows=sink.capacity)
+    scheduler = Scheduler(
+        kv,
+        prefixes,
+        max_batch_tokens=batch_tokens,
+        max_running=config.max_running,
+        max_mixed_tokens=_MIXED_TOKENS_ON_CPU if device.type == "cpu" else None,
+        max_capture_rows=sink.capacity,
+    )
     info = EngineInfo(
         model=described,
         device=str(device),
         dtype=dtype_name(dtype),
         max_model_len=max_model_len,
         block_size=block_size,
-        attention=attention.name,
+        attention=attention.backend.name,
+        attention_reason=attention.reason,
+        native_kernels=kernels_reason,
         max_batch_tokens=batch_tokens,
         kv_cache_tokens=min(group.pool.total * group.spec.block_size for group in kv.groups),
         state_cache_rows=(num_pages - 1) * block_size,
@@ -100,9 +119,21 @@ def build_engine(
         umask=config.umask,
     )
     eos = frozenset(described.eos_token_ids)
-    runner = ModelRunner(model, kv, sink, attention)
-    core = CoreParts(kv, states, scheduler, prefixes, runner, limits, eos, device, config.prefix_cache)
+    runner = ModelRunner(model, kv, sink, attention.backend)
+    core = CoreParts(kv, states, scheduler, prefixes, runner, limits, eos, device, config.prefix_cache, config.trim_last_layer)
     return EngineParts(info, core, writer, threads)
+
+
+def _kernels(switch: Switch, device: torch.device, dtype: torch.dtype, threads: int) -> tuple[Kernels | None, str]:
+    """Compiled kernels where they can be had, and what there is to say of them. Raises `ConfigError` where they were asked for."""
+    if switch == "off" or device.type != "cpu":
+        return None, "off" if switch == "off" else f"not needed on {device.type}"
+    try:
+        return load_kernels(dtype, threads), "compiled for this processor"
+    except NoKernels as error:
+        if switch == "on":
+            raise ConfigError(f"there are no native kernels: {error}") from error
+        return None, str(error)
 
 
 def _max_model_len(config: EngineConfig, checkpoint: int) -> int:

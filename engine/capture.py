@@ -72,6 +72,10 @@ class RowCapture:
         self._started = False
 
     @property
+    def page_size(self) -> int:
+        return self._store.page_size
+
+    @property
     def num_held(self) -> int:
         return len(self._blocks) * len(self.spec.layers)
 
@@ -134,6 +138,13 @@ class RowCapture:
         """Rows times layers that the planned chunk captures."""
         return sum(high - low for low, high in self._ranges) * len(self.spec.layers)
 
+    def planned_row(self) -> tuple[int, tuple[int, ...]] | None:
+        """Where the plan is a single row: its position, and its page per layer. What most sequences of most steps have, without arrays."""
+        if len(self._ranges) != 1:
+            return None
+        low, high = self._ranges[0]
+        return (low, self._blocks[low // self._store.page_size].pages) if high - low == 1 else None
+
     def planned(self) -> tuple[Positions, Slots] | None:
         """Positions `[n]` of the rows to capture in this step and their slots `[layers, n]` in the store; None: no rows."""
         if not self._ranges:
@@ -158,13 +169,16 @@ class RowCapture:
 
     def hand_over(self, at_least: int, *, everything: bool = False) -> None:
         """Gives the writer the rows whose place in the file is certain: whole blocks, or `everything` that is certain."""
+        size = self._store.page_size
+        if not everything and self.captured_end != self.total and self.captured_end // size == self.handed_end // size:
+            return  # no further block is complete
         if self.total is None:
             horizon, kept = self.spec.rows.settled(at_least)
         else:
             horizon, kept = self.captured_end, self.spec.rows.ranges(self.total)
         horizon = min(horizon, self.captured_end)
         if not everything and horizon != self.total:
-            horizon -= horizon % self._store.page_size
+            horizon -= horizon % size
         self._hand(kept, horizon)
 
     def finish(self, token_ids: Sequence[int], total: int, num_prompt_tokens: int) -> None:
@@ -172,10 +186,7 @@ class RowCapture:
         kept = self.spec.rows.ranges(total)
         assert not kept or self.captured_end >= kept[-1][1], "a row that was not computed can't be saved"
         self._hand(kept, total)
-        everything = kept == [(0, total)]
-        positions = None if everything else [position for low, high in kept for position in range(low, high)]
-        kept_ids = token_ids[:total] if positions is None else [token_ids[position] for position in positions]
-        self.job.finish(SaveEnd(kept_ids, positions, total, num_prompt_tokens))
+        self.job.finish(SaveEnd.of(self.spec.rows, token_ids, total, num_prompt_tokens))
         self._close()
 
     def cancel(self, error: SaveError) -> None:
@@ -219,6 +230,9 @@ class RowCapture:
 
     def _wanted(self, start: int, end: int, at_least: int) -> list[Range]:
         """Ranges of `start … end - 1` that haven't been captured and that may turn out to be kept."""
+        if self.spec.rows.everything:
+            low = max(start, self.captured_end)
+            return [(low, end)] if low < end else []
         if self.total is None:
             horizon, ranges = self.spec.rows.settled(at_least)
             if horizon < end:

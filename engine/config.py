@@ -6,6 +6,8 @@ from typing import Literal
 from engine.saves.spec import Durability
 
 Checksum = Literal["none", "sha256", "xxh3"]
+Switch = Literal["auto", "on", "off"]
+AttentionName = Literal["auto", "sdpa", "varlen", "flashinfer"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,12 @@ class EngineConfig:
     """Tokens computed in one step, over all requests."""
     max_running: int = 256
     max_queued: int = 1024
-    attention: str = "auto"
+    attention: AttentionName = "auto"
+    """The attention backend; auto takes the first one that the device, the dtype, the model and the block size allow."""
+    native_kernels: Switch = "auto"
+    """Compiled kernels on a CPU; auto takes them where there are some or a C compiler can make them."""
+    trim_last_layer: bool = True
+    """Rows whose last state nobody wants end with the keys and values of the last layer."""
     threads: int | None = None
     """Compute threads on a CPU."""
     writer_threads: int = 2

@@ -7,6 +7,7 @@ import torch
 from engine.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CPUINFO = Path("/proc/cpuinfo")
 _NATIVE_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
@@ -44,11 +45,16 @@ def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> t
     return torch.bfloat16 if checkpoint == torch.bfloat16 and multiplies_bfloat16() else torch.float32
 
 
-def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def multiplies_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether this processor has instructions for bfloat16 products."""
+    return bool(_NATIVE_BFLOAT16_FLAGS & cpu_flags(cpuinfo))
+
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """What the processor can do, in the kernel's words; nothing where it doesn't say."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return False
+        return frozenset()
     flags = next((line.split(":", 1)[1] for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return bool(_NATIVE_BFLOAT16_FLAGS & set(flags.split()))
+    return frozenset(flags.split())

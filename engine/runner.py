@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.facade import AttentionBackend, GroupPlan, SequencePlan
-from engine.batch import Batch
+from engine.batch import Batch, num_scored
 from engine.cache.kv import KVCache
 from engine.cache.pool import NULL_BLOCK
 from engine.cache.sink import RowSink
 from engine.errors import EngineError
 from engine.models.base import ForwardBatch, Model
+from engine.penalties import needs_penalties
 from engine.request import TokenLogprobs
 from engine.sampler import SampledRow, SampledToken, Sampler, token_logprobs
 from engine.sequence import Sequence
@@ -68,6 +69,7 @@ class ModelRunner:
             rows_at_layer=batch.rows_at_layer,
             attention=self._attention.plan(self._sequence_plans(batch), self._group_plans(batch)),
             capture=capture,
+            final_rows=None if batch.final_rows is None else batch.final_rows.to(device, non_blocking=True),
         )
 
     def _sequence_plans(self, batch: Batch) -> list[SequencePlan]:
@@ -100,7 +102,7 @@ class ModelRunner:
         for chunk, row, position in batch.logprob_rows:
             sequence = chunk.sequence
             top = sequence.request.sampling.prompt_logprobs or 0
-            count = min(chunk.end, sequence.num_prompt_tokens - 1) - position
+            count = num_scored(chunk, position)
             found: list[TokenLogprobs] = []
             for at in range(0, count, _SCORED_ROWS_AT_ONCE):
                 n = min(_SCORED_ROWS_AT_ONCE, count - at)
@@ -112,9 +114,10 @@ class ModelRunner:
 
 
 def _sampled_row(sequence: Sequence) -> SampledRow:
+    params = sequence.request.sampling
     return SampledRow(
-        params=sequence.request.sampling,
+        params=params,
         prompt_token_ids=sequence.request.prompt_token_ids,
-        output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+        output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :] if needs_penalties(params) else (),
         generator=sequence.generator,
     )

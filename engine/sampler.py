@@ -28,6 +28,7 @@ class SampledRow:
     params: SamplingParams
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    """Looked at only where a penalty or a bias is to be applied."""
     generator: torch.Generator | None
     """The request's own, made from its seed, for as long as the request lives: one number is drawn per token. None: not seeded."""
 

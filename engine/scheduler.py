@@ -37,8 +37,17 @@ class Scheduler:
     """Holds every sequence that isn't done. Running ones keep blocks; waiting ones hold none, and pages only of rows to be kept."""
 
     def __init__(
-        self, kv: KVCache, prefixes: PrefixFinder, *, max_batch_tokens: int, max_running: int, max_capture_rows: int | None = None
+        self,
+        kv: KVCache,
+        prefixes: PrefixFinder,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        max_mixed_tokens: int | None = None,
+        max_capture_rows: int | None = None,
     ) -> None:
+        """A step is of at most `max_batch_tokens`; of at most `max_mixed_tokens` (None: the same) where some sequence gets a single one,
+        since whoever reads that sequence's text waits for all of the step."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -46,6 +55,7 @@ class Scheduler:
         self._prefixes = prefixes
         self._max_batch_tokens = max_batch_tokens
         self._batch_tokens = max_batch_tokens
+        self._max_mixed_tokens = max_mixed_tokens or max_batch_tokens
         self._max_running = max_running
         self._max_capture_rows = max_capture_rows
         self._step = 0
@@ -72,26 +82,26 @@ class Scheduler:
         Running sequences come first (their next tokens before long prompts), then waiting ones while tokens, blocks and pages last.
         """
         self._step += 1
-        plan = StepPlan(self._batch_tokens, self._max_capture_rows, {}, [])
-        for sequence, at_most in self._in_turn():
-            if sequence in self.running:
+        singles = [s for s in self.running if s.target - s.num_computed == 1]
+        limit = min(self._batch_tokens, self._max_mixed_tokens) if singles else self._batch_tokens
+        plan = StepPlan(limit, self._max_capture_rows, {}, [])
+        for sequence, at_most in self._in_turn(singles, limit):
+            if not plan.preempted or sequence in self.running:
                 self._plan_chunk(plan, sequence, at_most)
         ready, blocked = ([], False) if plan.preempted else self._admit(plan)
         if blocked and plan.starved:
             self._preempt(plan, max(plan.starved, key=lambda s: s.order))
         return list(plan.chunks.values()), ready
 
-    def _in_turn(self) -> list[tuple[Sequence, int]]:
+    def _in_turn(self, singles: list[Sequence], limit: int) -> list[tuple[Sequence, int]]:
         """Running sequences with the tokens each may have at most.
 
         Single tokens first, those that have waited longest before the others, so that long prompts don't hold them up; but a quarter
         of the step is left to prompts, running or waiting, so that many single tokens don't hold those up either.
         """
-        singles = [s for s in self.running if s.target - s.num_computed == 1]
         prompts = [s for s in self.running if s.target - s.num_computed > 1]
         singles.sort(key=lambda s: (s.last_step, s.order))
         prompts.sort(key=lambda s: s.order)
-        limit = self._batch_tokens
         startable = self.waiting and len(self.running) < self._max_running
         room = max(1, limit - max(1, limit // 4)) if prompts or startable else limit
         return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts]

@@ -52,6 +52,7 @@ class KVCache:
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self.groups = tuple(groups)
+        self._used_at: dict[int, list[tuple[int, KVGroup]]] = {}
 
     def new_tables(self, depth: int) -> BlockTables:
         return BlockTables(depth, [[] for _ in self.groups], [0] * len(self.groups))
@@ -102,9 +103,11 @@ class KVCache:
         """
         used = self._used(tables.depth)
         for index, group in used:
-            table = tables.blocks[index]
-            _drop_before(group, table, group.first_needed_block(start))
-            end = min(end, (len(table) + group.pool.num_available) * group.spec.block_size)
+            table, size = tables.blocks[index], group.spec.block_size
+            if group.spec.kind.window is not None:
+                _drop_before(group, table, group.first_needed_block(start))
+            if len(table) * size < end:
+                end = min(end, (len(table) + group.pool.num_available) * size)
         for index, group in used:
             table = tables.blocks[index]
             while len(table) * group.spec.block_size < end:
@@ -153,7 +156,10 @@ class KVCache:
         return [max(0, needs.get(group, 0) - count) for group, count in zip(self.groups, held, strict=True)]
 
     def _used(self, depth: int) -> list[tuple[int, KVGroup]]:
-        return [(index, group) for index, group in enumerate(self.groups) if group.spec.layers[0] < depth]
+        used = self._used_at.get(depth)
+        if used is None:
+            used = self._used_at[depth] = [(index, group) for index, group in enumerate(self.groups) if group.spec.layers[0] < depth]
+        return used
 
 
 def _usable_in(group: KVGroup, chain: HashChain, depth: int, limit: int) -> set[int]:

@@ -56,7 +56,9 @@ class ForwardBatch:
     attention: AttentionContext
     capture: Callable[[int, torch.Tensor], None]
     """Called as `capture(k, hidden)` for k = 0 (embeddings, all rows) and after each decoder layer that ran
-    (k is the layer id; hidden is `[rows_at_layer[k - 1], width]`)."""
+    (k is the layer id; hidden is `[rows_at_layer[k - 1], width]`, after the last layer `final_rows` of it)."""
+    final_rows: torch.Tensor | None = None
+    """`[n]` int64, on the model's device, ascending: the rows that are wanted after the last layer. None: all that reach it."""
 
 
 class Model(Protocol):
@@ -70,7 +72,10 @@ class Model(Protocol):
         """What each decoder layer keeps in the KV cache, in layer order."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Residual stream after the last layer, before the final norm: `[rows_at_layer[-1], width]` (no rows: an empty tensor)."""
+        """Residual stream after the last layer, before the final norm, of `final_rows`: `[final_rows, width]`.
+
+        Without `final_rows`: `[rows_at_layer[-1], width]` (no rows: an empty tensor).
+        """
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The state "norm": `[rows, width]` of un-normed last-layer rows."""

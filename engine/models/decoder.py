@@ -6,23 +6,22 @@ from torch.nn.functional import embedding, linear
 from engine.cache.spec import LayerKV
 from engine.models.base import AttentionContext, AttentionOptions, ForwardBatch
 from engine.models.decoder_config import DecoderConfig
-from engine.models.families import ACTIVATIONS
-from engine.models.norm import RMSNorm
-from engine.models.rope import RotaryAngles, RotaryTable, rotate
+from engine.models.ops import Ops, TorchOps
+from engine.models.rope import RotaryAngles, RotaryTable
 from engine.models.weights import DecoderWeights, LayerWeights
 
 
 class Decoder:
     """A causal language model over packed tokens (the `Model` protocol)."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int) -> None:
-        """`max_model_len` is the context limit that the model runs with; positions must be below it."""
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int, ops: Ops | None = None) -> None:
+        """`max_model_len` is the context limit that the model runs with; positions must be below it. `ops`: torch's where None."""
         self.config = config.model
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._decoder = config
         self._weights = weights
-        self._activation = ACTIVATIONS[config.activation]
+        self._ops = ops or TorchOps()
         # Rounded to the model's dtype, as Gemma's reference code does: sqrt(3072) is 55.5 in bfloat16.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._rotary = [RotaryTable(rope, config.head_dim, max_model_len, dtype=self.dtype, device=self.device) for rope in config.ropes]
@@ -35,10 +34,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Residual stream after the last layer, before the final norm: `[rows_at_layer[-1], width]`.
+        """Residual stream after the last layer, before the final norm: `[rows_at_layer[-1], width]`, or `batch.final_rows` of it.
 
         Tensors handed to `batch.capture` are never written again.
         """
+        last = len(batch.rows_at_layer) - 1
         hidden = self._embed(batch.token_ids)  # [rows, width]
         batch.capture(0, hidden)
         angles = [table.lookup(batch.positions) for table in self._rotary]
@@ -48,13 +48,14 @@ class Decoder:
                 angles = [(cos[:rows], sin[:rows]) for cos, sin in angles]
             if rows == 0:
                 break
-            hidden = self._layer(index, hidden, angles[self._decoder.rope_of_layer[index]], batch.attention)
+            wanted = batch.final_rows if index == last else None
+            hidden = self._layer(index, hidden, angles[self._decoder.rope_of_layer[index]], batch.attention, wanted)
             batch.capture(index + 1, hidden)
         return hidden
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The state "norm" of un-normed last-layer rows: `[rows, width]`."""
-        return self._weights.final_norm(hidden)
+        return self._ops.norm(self._weights.final_norm, hidden)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[rows, vocab]` in float32."""
@@ -66,27 +67,32 @@ class Decoder:
         hidden = embedding(token_ids, self._weights.embedding)
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
-    def _layer(self, index: int, hidden: torch.Tensor, angles: RotaryAngles, attention: AttentionContext) -> torch.Tensor:
+    def _layer(
+        self, index: int, hidden: torch.Tensor, angles: RotaryAngles, attention: AttentionContext, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`wanted` rows (None: all) are computed to the end. Keys and values are always of all: later tokens look back at them."""
         layer = self._weights.layers[index]
-        # The second sum may go in place: nobody outside has seen the first one.
-        middle = hidden + _normed(layer.after_attention, self._attention(index, layer, hidden, angles, attention))
-        return middle.add_(_normed(layer.after_mlp, self._mlp(layer, middle)))
+        mixed = self._mixed(index, layer, hidden, angles, attention)
+        if wanted is not None:
+            mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
+        attended = linear(mixed, layer.output, layer.output_bias)
+        if layer.after_attention is not None:
+            attended = self._ops.norm(layer.after_attention, attended)
+        middle, normed = self._ops.add_and_norm(hidden, attended, layer.before_mlp)
+        inner = self._ops.gate(self._decoder.activation, linear(normed, layer.gate_up, layer.gate_up_bias))
+        out = linear(inner, layer.down, layer.down_bias)
+        if layer.after_mlp is not None:
+            out = self._ops.norm(layer.after_mlp, out)
+        return middle.add_(out)  # in place: nobody outside has seen the first sum
 
-    def _attention(
+    def _mixed(
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, angles: RotaryAngles, attention: AttentionContext
     ) -> torch.Tensor:
+        """What the heads give, `[rows, heads * head_dim]`."""
         rows, heads, head_dim = hidden.shape[0], self._decoder.num_heads, self._decoder.head_dim
         rotated_heads = heads + self._decoder.num_kv_heads
-        qkv = linear(layer.before_attention(hidden), layer.qkv, layer.qkv_bias)
+        qkv = linear(self._ops.norm(layer.before_attention, hidden), layer.qkv, layer.qkv_bias)
         qkv = qkv.view(rows, -1, head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
-        rotated = rotate(_normed(layer.qk_norm, qkv[:, :rotated_heads]), angles)  # [rows, heads + kv_heads, head_dim]
+        rotated = self._ops.rotate(qkv[:, :rotated_heads], angles, layer.qk_norm)  # [rows, heads + kv_heads, head_dim]
         mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, rotated_heads:], self._options[index])
-        return linear(mixed.reshape(rows, -1), layer.output, layer.output_bias)
-
-    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = linear(layer.before_mlp(hidden), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return linear(self._activation(gate).mul_(up), layer.down, layer.down_bias)
-
-
-def _normed(norm: RMSNorm | None, states: torch.Tensor) -> torch.Tensor:
-    return states if norm is None else norm(states)
+        return mixed.reshape(rows, -1)

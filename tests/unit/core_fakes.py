@@ -145,20 +145,28 @@ class FakeRunner:
         assert depths == sorted(depths, reverse=True)
         assert list(batch.rows_at_layer) == [sum(depth > layer for depth in depths) for layer in range(NUM_LAYERS)]
         for layer, wanted in batch.captures.items():
-            assert all(depths[row] >= depth_of([layer], NUM_LAYERS) for row in wanted.rows.tolist())
-        assert all(depths[row] == NUM_LAYERS for row in batch.sampled_rows)
+            assert all(depths[row] >= depth_of([layer], NUM_LAYERS) for row in _rows_of_batch(batch, layer, wanted.rows).tolist())
+        assert all(depths[row] == NUM_LAYERS for row in _rows_of_batch(batch, NUM_LAYERS, torch.tensor(batch.sampled_rows)).tolist())
 
     def _capture(self, batch: Batch) -> None:
         rows = [(chunk.sequence, p) for chunk in batch.chunks for p in range(chunk.start, chunk.end)]
         self.max_captured = max(self.max_captured, sum(wanted.rows.numel() for wanted in batch.captures.values()))
         for layer, wanted in batch.captures.items():
-            assert self.store.rows[wanted.slots].isnan().all(), "a row is written over: its page is shared, or it was captured before"
-            for row, slot in zip(wanted.rows.tolist(), wanted.slots.tolist(), strict=True):
+            kept = wanted.slots >= self.store.page_size  # what goes to the null page is nobody's
+            assert self.store.rows[wanted.slots[kept]].isnan().all(), "a row is written over: its page is shared, or captured before"
+            taken = _rows_of_batch(batch, layer, wanted.rows[kept])
+            for row, slot in zip(taken.tolist(), wanted.slots[kept].tolist(), strict=True):
                 sequence, position = rows[row]
                 key = (sequence.request.request_id, layer, position)
                 assert key not in self._captured, "a row is captured twice"
                 self._captured.add(key)
                 self.store.rows[slot] = value_of(layer, sequence.token_ids[: position + 1], sequence.request.cache_salt)
+
+
+def _rows_of_batch(batch: Batch, layer: LayerId, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of what leaves `layer` as rows of the batch."""
+    trimmed = batch.final_rows is not None and layer in (NUM_LAYERS, "norm")
+    return batch.final_rows[rows] if trimmed and batch.final_rows is not None and rows.numel() else rows
 
 
 @dataclass

@@ -1,0 +1,66 @@
+"""What a decoder layer does between its matrix products: with torch's operators on any device, or with compiled kernels on a CPU."""
+
+from typing import Protocol
+
+import torch
+
+from engine.models.families import ACTIVATIONS
+from engine.models.norm import RMSNorm
+from engine.models.rope import RotaryAngles, rotate
+from engine.native.kernels import GATES, MAX_HEAD_DIM, Kernels
+
+
+class Ops(Protocol):
+    """Inputs are never written; results may share memory with nothing."""
+
+    def norm(self, norm: RMSNorm, states: torch.Tensor) -> torch.Tensor:
+        """The norm of `[rows, width]`."""
+
+    def add_and_norm(self, hidden: torch.Tensor, delta: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden + delta`, `[rows, width]`, and its norm."""
+
+    def gate(self, activation: str, gate_up: torch.Tensor) -> torch.Tensor:
+        """activation(gate) * up, `[rows, inner]`, of `[rows, 2 * inner]`: gate, then up."""
+
+    def rotate(self, states: torch.Tensor, angles: RotaryAngles, norm: RMSNorm | None) -> torch.Tensor:
+        """Queries and keys `[rows, heads, head_dim]`, normed per head where there is a norm, then rotated; contiguous."""
+
+
+class TorchOps:
+    """The reference."""
+
+    def norm(self, norm: RMSNorm, states: torch.Tensor) -> torch.Tensor:
+        return norm(states)
+
+    def add_and_norm(self, hidden: torch.Tensor, delta: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        total = hidden + delta
+        return total, norm(total)
+
+    def gate(self, activation: str, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate).mul_(up)
+
+    def rotate(self, states: torch.Tensor, angles: RotaryAngles, norm: RMSNorm | None) -> torch.Tensor:
+        return rotate(states if norm is None else norm(states), angles)
+
+
+class NativeOps(TorchOps):
+    """One pass over memory each; what the kernels don't cover is left to torch."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def norm(self, norm: RMSNorm, states: torch.Tensor) -> torch.Tensor:
+        return self._kernels.rms_norm(states, norm.weight, norm.eps)
+
+    def add_and_norm(self, hidden: torch.Tensor, delta: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kernels.add_and_rms_norm(hidden, delta, norm.weight, norm.eps)
+
+    def gate(self, activation: str, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._kernels.gate(activation, gate_up) if activation in GATES else super().gate(activation, gate_up)
+
+    def rotate(self, states: torch.Tensor, angles: RotaryAngles, norm: RMSNorm | None) -> torch.Tensor:
+        if states.shape[-1] > MAX_HEAD_DIM:
+            return super().rotate(states, angles, norm)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return self._kernels.rotate(states, *angles, weight, eps)
