@@ -12,7 +12,7 @@ export PYTHON
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
-$(READY): pyproject.toml constraints-cpu.txt scripts/setup
+$(READY): pyproject.toml constraints-cpu.txt scripts/setup scripts/install-torch
 	@scripts/setup
 	@touch $@
 
@@ -38,7 +38,7 @@ format: $(READY)  ## rewrite the code as the formatter wants it
 openapi: $(READY)  ## write openapi.yaml anew from the code
 	@$(BIN)/strata openapi > openapi.yaml.new && mv openapi.yaml.new openapi.yaml
 
-bench: $(READY)  ## measure Strata against a plain transformers script, for example: make bench ARGS="--rounds 5"
+bench: $(READY)  ## measure Strata against others and against the machine, for example: make bench ARGS="all"
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove .venv, the clients' environments, caches and what demo and bench have written here (not the other files in saves/)

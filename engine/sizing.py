@@ -10,6 +10,10 @@ from engine.errors import ConfigError
 
 GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_MEMORY = (
+    ("memory.max", "memory.current"),  # version 2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1, where no limit is a huge one
+)
 _KV_SHARE_OF_HOST, _KV_LIMIT_ON_HOST = 0.25, 4 * GIB
 _KV_SHARE_OF_DEVICE = 0.85
 _STATE_SHARE_OF_HOST, _STATE_LIMIT = 0.15, 2 * GIB
@@ -21,8 +25,11 @@ def host_memory_available() -> int:
     """Bytes that this process may still take: what the machine has, or what its control group leaves."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    return available if limit is None or used is None else max(0, min(available, limit - used))
+    for limit_file, used_file in _CGROUP_MEMORY:
+        limit, used = _cgroup_bytes(limit_file), _cgroup_bytes(used_file)
+        if limit is not None and used is not None:
+            return max(0, min(available, limit - used))
+    return available
 
 
 def _cgroup_bytes(name: str) -> int | None:

@@ -7,9 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 
 Progress = Callable[[str], None]
+
+
+def user_data_directory() -> Path:
+    """Strata's folder in the user's data directory (XDG base directories).
+
+    Raises `ConfigError` for a user without a home: containers run under ids that no list of users has.
+    """
+    base = os.environ.get("XDG_DATA_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".local" / "share") / "strata"
+    except RuntimeError:
+        raise ConfigError("this user has no home directory to keep state in: give --state-dir, or set HOME") from None
 
 
 def prepare_once(folder: Path, build: Callable[[Path], None], progress: Progress) -> Path:

