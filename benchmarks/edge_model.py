@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 CONTEXT = 8192
 
 
-def write_small_model(folder: Path, vocab_size: int, tokenizer_of: Path, width: int = 256, layers: int = 4) -> None:
-    """A Llama of `width` (a multiple of 64) and `layers`, with the tokenizer files of the model folder `tokenizer_of`."""
+def write_small_model(folder: Path, vocab_size: int, tokenizer_of: Path, width: int = 256, layers: int = 4, context: int = CONTEXT) -> None:
+    """A Llama of `width` (a multiple of 64), `layers` and `context`, with the tokenizer files of the model folder `tokenizer_of`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -20,7 +20,7 @@ def write_small_model(folder: Path, vocab_size: int, tokenizer_of: Path, width: 
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         architectures=["LlamaForCausalLM"],
     )

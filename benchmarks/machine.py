@@ -2,7 +2,10 @@
 
 import os
 import platform
+import statistics
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,12 +14,14 @@ import torch
 
 MATRIX_SIZE = 2048
 DISK_BYTES = 256 << 20
+MEMORY_BYTES = 512 << 20
+"""Read to find the rate of memory: more than any processor keeps in its caches."""
 CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of the machine, and two rates measured in the same run as everything else."""
+    """Facts of the machine, and rates measured in the same run as everything else."""
 
     processor: str
     cores: int
@@ -25,6 +30,7 @@ class Machine:
     versions: dict[str, str]
     matrix_gflops: float
     disk_bytes_per_second: float
+    memory_bytes_per_second: float
     load_before: float
     """Of the last minute, before the benchmark began: other work on the machine spoils the figures."""
 
@@ -40,6 +46,7 @@ def look(directory: Path) -> Machine:
         versions={name: _version(name) for name in ("strata-server", "torch", "transformers", "safetensors")},
         matrix_gflops=matrix_gflops(),
         disk_bytes_per_second=disk_rate(directory),
+        memory_bytes_per_second=memory_rate(),
         load_before=load_before,
     )
 
@@ -47,8 +54,28 @@ def look(directory: Path) -> Machine:
 def matrix_gflops(tries: int = 5) -> float:
     """The best of some products of two square float32 matrices, in 10^9 operations per second."""
     left = torch.rand(MATRIX_SIZE, MATRIX_SIZE)
-    best = min(_seconds_of_product(left) for _ in range(tries))
+    best = min(_seconds(lambda: torch.mm(left, left)) for _ in range(tries))
     return 2 * MATRIX_SIZE**3 / best / 1e9
+
+
+def memory_rate(tries: int = 5) -> float:
+    """Bytes per second that all threads together read at best, adding up numbers that lie one after the other."""
+    numbers = torch.ones(MEMORY_BYTES // 4)
+    return MEMORY_BYTES / min(_seconds(numbers.sum) for _ in range(tries))
+
+
+def synced_write_seconds(directory: Path, size: int, tries: int = 9) -> float:
+    """The median time of writing so few bytes into a new file and syncing it."""
+    path, content = directory / "synced-write", os.urandom(size)
+    seconds = []
+    for _ in range(tries):
+        started = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        seconds.append(time.perf_counter() - started)
+        path.unlink()
+    return statistics.median(seconds)
 
 
 def disk_rate(directory: Path) -> float:
@@ -65,16 +92,25 @@ def disk_rate(directory: Path) -> float:
     return DISK_BYTES / seconds
 
 
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process, as it is now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def reset_peak_rss(pid: int) -> None:
-    """Starts the kernel's high-water mark of a process anew (Linux; elsewhere it does nothing)."""
-    try:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-    except OSError:
-        return
+    """Starts the kernel's high-water mark of a process and of its descendants anew (Linux; elsewhere it does nothing)."""
+    for process in _family(pid):
+        with suppress(OSError):
+            Path(f"/proc/{process}/clear_refs").write_text("5")
 
 
 def peak_rss_bytes(pid: int) -> int | None:
-    """The high-water mark of a process's resident memory; None where the system doesn't tell."""
+    """The high-water marks of resident memory of a process and its descendants, added up; None where the system doesn't tell."""
+    peaks = [peak for process in _family(pid) if (peak := _peak_of(process)) is not None]
+    return sum(peaks) if peaks else None
+
+
+def _peak_of(pid: int) -> int | None:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -83,9 +119,23 @@ def peak_rss_bytes(pid: int) -> int | None:
     return int(lines[0].split()[1]) * 1024 if lines else None
 
 
-def _seconds_of_product(matrix: torch.Tensor) -> float:
+def _family(pid: int) -> list[int]:
+    """The process, its children and theirs."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name, in brackets, may hold anything; the parent is the second field behind it.
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    family = [pid]
+    for member in family:
+        family += children.get(member, ())
+    return family
+
+
+def _seconds(what: Callable[[], torch.Tensor]) -> float:
     started = time.perf_counter()
-    torch.mm(matrix, matrix)
+    what()
     return time.perf_counter() - started
 
 

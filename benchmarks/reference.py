@@ -1,7 +1,11 @@
-"""The yardstick: what a person writes who wants the states and has transformers. One prompt at a time, all layers, the full head.
+"""The yardstick: what a person writes who wants the states and has transformers. Three ways of writing it:
+
+- `full head`: the model as it comes, one prompt at a time, so the head computes logits of every position.
+- `base model`: one prompt at a time, the decoder only, no head.
+- `padded batches`: the decoder only, prompts sorted by length, eight at a time, the shorter ones padded.
 
 It runs as a process of its own (`python -m benchmarks.reference MODEL LAYERS DTYPE`), so that its memory can be told from ours. Each line
-on its standard input is a JSON object with `prompts` and `directory`; it answers each with one line of JSON.
+on its standard input is a JSON object with `variant`, `prompts` and `directory`; it answers each with one line of JSON.
 """
 
 import json
@@ -9,9 +13,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from safetensors.torch import save_file
@@ -19,15 +24,18 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.client import BenchmarkError
 from benchmarks.results import Answer, Round
-from benchmarks.workload import Prompts, Workload
+from benchmarks.workload import Prompts
+
+Variant = Literal["full head", "base model", "padded batches"]
+VARIANTS: tuple[Variant, ...] = ("full head", "base model", "padded batches")
+BATCH = 8
 
 
 class Reference:
     """The reference process, seen from the harness."""
 
-    def __init__(self, model: str, workload: Workload, dtype: str) -> None:
-        layers = ",".join(str(layer) for layer in workload.layers)
-        command = [sys.executable, "-m", "benchmarks.reference", model, layers, dtype]
+    def __init__(self, model: str, layers: tuple[int, ...], dtype: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.reference", model, ",".join(str(layer) for layer in layers), dtype]
         environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -42,18 +50,18 @@ class Reference:
     def pid(self) -> int:
         return self._process.pid
 
-    def run_round(self, prompts: Prompts, directory: Path) -> Round:
+    def run_round(self, variant: Variant, prompts: Prompts, directory: Path) -> Round:
         """Has all prompts computed and saved into `directory`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "directory": str(directory)}) + "\n")
+        self._process.stdin.write(json.dumps({"variant": variant, "prompts": prompts, "directory": str(directory)}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise BenchmarkError("the transformers script ended; its own message is above")
         result = json.loads(line)
         answers = [Answer(seconds, Path(path)) for seconds, path in zip(result["seconds"], result["paths"], strict=True)]
-        return Round(sum(len(prompt) for prompt in prompts), result["wall_seconds"], answers, peak_rss_bytes=None)
+        return Round(sum(len(prompt) for prompt in prompts), result["wall_seconds"], answers, None, len(prompts))
 
 
 class Script:
@@ -71,25 +79,48 @@ class Script:
         self._before_norm = arguments[0]
 
     @torch.inference_mode()
-    def save_states(self, prompt: list[int], path: Path) -> int:
-        """One prompt to one file; returns the next token, which a completion of one token would be."""
-        output = self._model(torch.tensor([prompt]), output_hidden_states=True, use_cache=False)
-        assert self._before_norm is not None
-        states = [self._before_norm if layer == self._last else output.hidden_states[layer] for layer in self._layers]
-        rows = torch.stack([state[0] for state in states], dim=1).to(torch.bfloat16)  # [tokens, layers, width]
-        save_file({"hidden_states": rows, "token_ids": torch.tensor(prompt)}, path)
-        return int(output.logits[0, -1].argmax())
-
-    def run(self, prompts: Prompts, directory: Path) -> dict[str, Any]:
-        """All prompts, one after the other."""
-        paths = [directory / f"reference-{index}.safetensors" for index in range(len(prompts))]
-        seconds: list[float] = []
-        started = time.perf_counter()
+    def one_by_one(self, model: torch.nn.Module, prompts: Prompts, paths: list[Path]) -> Iterator[int]:
         for prompt, path in zip(prompts, paths, strict=True):
-            before = time.perf_counter()
-            self.save_states(prompt, path)
-            seconds.append(time.perf_counter() - before)
-        return {"wall_seconds": time.perf_counter() - started, "seconds": seconds, "paths": [str(path) for path in paths]}
+            output = model(torch.tensor([prompt]), output_hidden_states=True, use_cache=False)
+            if "logits" in output:
+                int(output.logits[0, -1].argmax())  # what a completion of one token would be
+            self._save(output.hidden_states, 0, prompt, path)
+            yield 1
+
+    @torch.inference_mode()
+    def padded(self, prompts: Prompts, paths: list[Path]) -> Iterator[int]:
+        ordered = sorted(zip(prompts, paths, strict=True), key=lambda pair: len(pair[0]))
+        for start in range(0, len(ordered), BATCH):
+            batch = ordered[start : start + BATCH]
+            lengths = torch.tensor([len(prompt) for prompt, _ in batch])
+            token_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt, _ in batch], batch_first=True)
+            mask = (torch.arange(token_ids.shape[1]) < lengths[:, None]).long()
+            output = self._model.model(token_ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+            for row, (prompt, path) in enumerate(batch):
+                self._save(output.hidden_states, row, prompt, path)
+            yield len(batch)
+
+    def _save(self, hidden_states: tuple[torch.Tensor, ...], row: int, prompt: list[int], path: Path) -> None:
+        assert self._before_norm is not None
+        states = [self._before_norm if layer == self._last else hidden_states[layer] for layer in self._layers]
+        rows = torch.stack([state[row, : len(prompt)] for state in states], dim=1).to(torch.bfloat16)  # [tokens, layers, width]
+        save_file({"hidden_states": rows, "token_ids": torch.tensor(prompt)}, path)
+
+    def run(self, variant: Variant, prompts: Prompts, directory: Path) -> dict[str, Any]:
+        """All prompts; a prompt's time is its batch's."""
+        paths = [directory / f"reference-{index}.safetensors" for index in range(len(prompts))]
+        ways: dict[Variant, Callable[[], Iterator[int]]] = {
+            "full head": lambda: self.one_by_one(self._model, prompts, paths),
+            "base model": lambda: self.one_by_one(self._model.model, prompts, paths),
+            "padded batches": lambda: self.padded(prompts, paths),
+        }
+        seconds: list[float] = []
+        before = started = time.perf_counter()
+        for count in ways[variant]():
+            now = time.perf_counter()
+            seconds += [now - before] * count
+            before = now
+        return {"wall_seconds": before - started, "seconds": seconds, "paths": [str(path) for path in paths]}
 
 
 def main(model: str, layers: str, dtype: str) -> None:
@@ -98,7 +129,8 @@ def main(model: str, layers: str, dtype: str) -> None:
     script = Script(model, [int(layer) for layer in layers.split(",")], dtype)
     for line in sys.stdin:
         order = json.loads(line)
-        print(json.dumps(script.run(order["prompts"], Path(order["directory"]))), file=answers, flush=True)
+        result = script.run(order["variant"], order["prompts"], Path(order["directory"]))
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ def check_and_remove(answers: Sequence[Answer], prompts: Prompts, workload: Work
 
 def _check(path: Path, prompt: list[int], workload: Workload, width: int) -> None:
     tensors = load_file(path)
-    states = tensors["hidden_states"]  # [tokens, layers, width]
-    shape = (len(prompt), len(workload.layers), width)
+    states, token_ids = tensors["hidden_states"], tensors["token_ids"].tolist()  # [tokens, layers, width]
+    shape = (workload.rows_of(prompt), len(workload.layers), width)
     if tuple(states.shape) != shape:
         raise BenchmarkError(f"{path}: shape {tuple(states.shape)}, expected {shape}")
     if str(states.dtype) != f"torch.{workload.save_dtype}":
         raise BenchmarkError(f"{path}: {states.dtype}, expected {workload.save_dtype}")
-    if tensors["token_ids"].tolist() != prompt:
+    if token_ids[: len(prompt)] != prompt or len(token_ids) != len(states):
         raise BenchmarkError(f"{path}: the token ids are not the prompt's")
     if not torch.isfinite(states).all():
         raise BenchmarkError(f"{path}: values that are not finite")

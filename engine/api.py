@@ -26,6 +26,10 @@ class EngineInfo:
     """Tokens that fit the KV cache, over all requests."""
     state_cache_rows: int
     """Rows (of one layer each) that fit the hidden-state pages."""
+    attention_reason: str = ""
+    native_kernels: str = ""
+    """Whether compiled kernels run, or why not."""
+    """Why that backend runs and not another; empty where there was no choice."""
 
 
 class EngineAPI(Protocol):

@@ -231,8 +231,8 @@ class RowCapture:
     def _wanted(self, start: int, end: int, at_least: int) -> list[Range]:
         """Ranges of `start … end - 1` that haven't been captured and that may turn out to be kept."""
         if self.spec.rows.everything:
-            low = max(start, self.captured_end)
-            return [(low, end)] if low < end else []
+            low, high = max(start, self.captured_end), end if self.total is None else min(end, self.total)
+            return [(low, high)] if low < high else []
         if self.total is None:
             horizon, ranges = self.spec.rows.settled(at_least)
             if horizon < end:

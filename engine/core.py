@@ -23,10 +23,10 @@ from engine.sampler import SampledToken
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineListener
-from engine.steps import StepExecutor
+from engine.steps import StepExecutor, StepOutcome
 
 _FAILED_STEPS_IN_A_ROW = 3
-"""After so many in which nothing at all could be computed the engine is taken to be broken."""
+"""After so many in which nothing at all could be computed, the engine's own probe included, it is taken to be broken."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class CoreParts:
     eos_token_ids: frozenset[int]
     device: torch.device
     prefix_cache: bool
+    trim_last_layer: bool = True
 
 
 class EngineCore:
@@ -54,7 +55,7 @@ class EngineCore:
         self.num_computed_tokens = 0
         self.num_step_failures = 0
         self._parts = parts
-        self._steps = StepExecutor(parts.runner, parts.limits.num_layers, parts.device)
+        self._steps = StepExecutor(parts.runner, parts.kv, parts.limits.num_layers, parts.device, trim=parts.trim_last_layer)
         self._listener = listener
         self._release = release
         self._sequences: dict[str, Sequence] = {}
@@ -73,7 +74,7 @@ class EngineCore:
         try:
             sequence = self._new_sequence(request, job)
         except Exception as error:
-            _log.exception("request %s could not be taken in", request.request_id)
+            _log.exception("a request could not be taken in", extra={"fields": request.log_fields})
             self._refuse(request, job, StepFailed(f"the request could not be taken in: {type(error).__name__}"))
             return
         self._sequences[request.request_id] = sequence
@@ -165,7 +166,6 @@ class EngineCore:
 
     def _run(self, chunks: List[Chunk]) -> list[RequestOutput]:
         outcome = self._steps.run(chunks)
-        self._failed_steps = 0 if outcome.computed else self._failed_steps + 1
         self.num_step_failures += outcome.raised
         self.num_computed_tokens += outcome.num_tokens
         if outcome.ran_out_of_memory:
@@ -177,7 +177,14 @@ class EngineCore:
             outputs += self._update(batch, result)
         for chunk, fault in outcome.failed:
             outputs += self._fail(chunk.sequence, StepFailed(str(fault)))
+        self._judge(outcome)
         return outputs
+
+    def _judge(self, outcome: StepOutcome) -> None:
+        """Counts steps that the engine is to blame for. Those that have failed have given their blocks back by now."""
+        works = bool(outcome.computed) or self._steps.can_compute()
+        if works is not None:
+            self._failed_steps = 0 if works else self._failed_steps + 1
 
     def _fail(self, sequence: Sequence, error: EngineError) -> list[RequestOutput]:
         return self._drop(sequence, "error", error, SaveError("engine_error", str(error)))
@@ -212,11 +219,13 @@ class EngineCore:
         if isinstance(token, EngineError):
             return self._fail(sequence, token)
         first = not sequence.num_output_tokens
+        if first:
+            sequence.first_token_ns = time.time_ns()
         sequence.token_ids.append(token.token_id)
         try:
             reason, stop_token_id = self._stop_reason(sequence, token.token_id)
         except BaseException as error:  # foreign code: whatever it is, only this request fails
-            _log.exception("the stop condition of request %s failed", sequence.request.request_id)
+            _log.exception("the stop condition of a request failed", extra={"fields": sequence.request.log_fields})
             return self._fail(sequence, StepFailed(f"the stop condition of this request failed: {type(error).__name__}"))
         if reason is not None:
             sequence.generating = False
@@ -229,6 +238,7 @@ class EngineCore:
             reason,
             stop_token_id,
             sequence.num_cached,
+            times=None if reason is None else sequence.times(),
         )
         return [output]
 
@@ -254,7 +264,8 @@ class EngineCore:
         if sequence.finish_reason is not None:
             return []
         scores = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else None
-        return [RequestOutput(request_id, prompt_logprobs=scores, finish_reason="length", num_cached_tokens=sequence.num_cached)]
+        cached, times = sequence.num_cached, sequence.times()
+        return [RequestOutput(request_id, prompt_logprobs=scores, finish_reason="length", num_cached_tokens=cached, times=times)]
 
     def _end_failed_saves(self) -> list[RequestOutput]:
         """A request whose file can't be written isn't worth computing."""
@@ -273,4 +284,5 @@ class EngineCore:
             sequence.capture.cancel(save_error)
         if sequence.finish_reason is not None:
             return []
-        return [RequestOutput(sequence.request.request_id, finish_reason=reason, error=error, num_cached_tokens=sequence.num_cached)]
+        request_id, cached = sequence.request.request_id, sequence.num_cached
+        return [RequestOutput(request_id, finish_reason=reason, error=error, num_cached_tokens=cached, times=sequence.times())]

@@ -1,5 +1,7 @@
 """Where a sequence can start from what the caches hold: KV of sufficient depth, and all the pages it wants to save."""
 
+import time
+
 from engine.cache.kv import KVCache
 from engine.sequence import Sequence
 
@@ -52,6 +54,6 @@ class PrefixFinder:
     def _count(self, sequence: Sequence, length: int) -> None:
         self.query_tokens_total += sequence.num_prompt_tokens
         self.hit_tokens_total += min(length, sequence.num_prompt_tokens)
-        if not sequence.has_run:
+        if sequence.started_ns is None:
             sequence.num_cached = min(length, sequence.num_prompt_tokens)
-            sequence.has_run = True
+            sequence.started_ns = time.time_ns()

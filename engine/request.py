@@ -1,5 +1,6 @@
 """A request as the engine sees it, and what it answers."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -54,6 +55,28 @@ class EngineRequest:
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     stop_checker: StopChecker | None = None
+    client_request_id: str | None = None
+    """What the client calls the request that this one belongs to: for log lines, it need not be unique."""
+    made_ns: int = field(default_factory=time.time_ns, compare=False)
+    """When it was made, in nanoseconds since 1970: its time in the queue is counted from here."""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What log lines about the request say of it."""
+        known = {} if self.save is None else self.save.log_fields
+        return known | {"request_id": self.client_request_id or self.request_id}
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """What happened to a request when, in nanoseconds since 1970; None: it didn't."""
+
+    made: int
+    started: int | None
+    """It was given its first blocks; what happens after a preemption doesn't change this."""
+    first_token: int | None
+    ended: int
+    """The text was done, or the request failed or was aborted."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +106,5 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: EngineError | None = None
     """With `finish_reason` "error"."""
+    times: RequestTimes | None = field(default=None, compare=False)
+    """With the last output of a request that the engine had taken in."""

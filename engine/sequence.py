@@ -1,5 +1,6 @@
 """A request while the engine has it: its tokens, and how far they have been computed."""
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +9,7 @@ from engine.cache.chain import HashChain
 from engine.cache.kv import BlockTables
 from engine.capture import RowCapture
 from engine.layers import depth_of
-from engine.request import EngineRequest, FinishReason, TokenLogprobs
+from engine.request import EngineRequest, FinishReason, RequestTimes, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -31,13 +32,19 @@ class Sequence:
     num_cached: int = 0
     last_step: int = 0
     """When it was last part of a batch, for taking turns."""
-    has_run: bool = False
+    started_ns: int | None = None
+    """When it got its first blocks, in nanoseconds since 1970."""
+    first_token_ns: int | None = None
     generating: bool = field(init=False)
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.generating = self.request.sampling.max_tokens > 0
+
+    def times(self) -> RequestTimes:
+        """Of a request that ends now."""
+        return RequestTimes(self.request.made_ns, self.started_ns, self.first_token_ns, time.time_ns())
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -3,6 +3,8 @@
 A step can be tried again: what it writes to the KV cache and to pages it writes to the same places, and nothing is committed before
 it has gone well. So a step that raised is split in two until what raises is a single chunk. Where memory has run out, smaller parts
 need less of it, and a single chunk is halved further, down to one token.
+
+Where nothing at all could be computed, a step of the engine's own tells whether that was the requests' fault.
 """
 
 import logging
@@ -13,6 +15,8 @@ from typing import Protocol
 import torch
 
 from engine.batch import Batch, build_batch
+from engine.cache.kv import KVCache
+from engine.probe import Probe
 from engine.runner import StepResult
 from engine.scheduler import Chunk
 
@@ -56,8 +60,10 @@ class StepOutcome:
 class StepExecutor:
     """Belongs to the engine thread."""
 
-    def __init__(self, runner: Runner, num_layers: int, device: torch.device) -> None:
+    def __init__(self, runner: Runner, kv: KVCache, num_layers: int, device: torch.device, *, trim: bool = True) -> None:
         self._runner = runner
+        self._trim = trim
+        self._probe = Probe(kv, num_layers)
         self._num_layers = num_layers
         self._device = device
 
@@ -76,18 +82,32 @@ class StepExecutor:
             _spare_the_older(outcome)
         return outcome
 
+    def can_compute(self) -> bool | None:
+        """Whether a step that no request is part of goes well; None where there is no block left to find that out with."""
+        try:
+            batch = self._probe.begin()
+            if batch is None:
+                return None
+            self._runner.execute(batch)
+        except Exception as error:
+            _log.error("a step without any request failed as well: %s: %s", type(error).__name__, error)
+            return False
+        finally:
+            self._probe.end()
+        return True
+
     def _attempt(self, part: List[Chunk], outcome: StepOutcome) -> StepFault | None:
         draws: list[tuple[torch.Generator, torch.Tensor]] = []
         try:
-            batch = build_batch(part, self._num_layers)
+            batch = build_batch(part, self._num_layers, trim=self._trim)
             draws += [(g, g.get_state()) for chunk in batch.sampled if (g := chunk.sequence.generator) is not None]
             outcome.computed.append((batch, self._runner.execute(batch)))
             return None
         except Exception as error:
             if not outcome.raised:
-                _log.exception("a step over %d requests failed", len(part))
+                _log.exception("a step over %d requests failed", len(part), extra={"fields": _fields_of(part)})
             elif len(part) == 1:
-                _log.error("request %s alone: %s: %s", part[0].sequence.request.request_id, type(error).__name__, error)
+                _log.error("a request alone: %s: %s", type(error).__name__, error, extra={"fields": _fields_of(part)})
             fault = StepFault(type(error).__name__, is_out_of_memory(error))
         # The exception and the tensors it held are gone by now.
         for generator, state in draws:
@@ -101,6 +121,12 @@ class StepExecutor:
     def _free_memory(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _fields_of(part: List[Chunk]) -> dict[str, object]:
+    """What a log line about these chunks says of their requests."""
+    fields = [chunk.sequence.request.log_fields for chunk in part]
+    return dict(fields[0]) if len(fields) == 1 else {"request_ids": [each["request_id"] for each in fields]}
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -285,6 +285,7 @@ def _choice(services: Services, plan: Plan, index: int, save: LiveSave | None) -
         priority=body.priority,
         cache_salt=body.cache_salt,
         stop_checker=checker,
+        client_request_id=plan.request_id,
     )
     text = ChoiceText(tokenizer, body.stop, prompt.token_ids)
     report = chat_logprobs if isinstance(body, ChatRequest) else logprobs_object

@@ -11,14 +11,16 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import ConfigError
+from service.access_log import AccessLog
 from service.api import chat, completions, files, models, operations, pages, saves, tokens
 from service.auth import ApiKeys
 from service.errors import install_handlers
 from service.limits import DEFAULT_LIMITS, HttpLimits
-from service.middleware import Authentication, BodyLimit, HeadLimit, RequestId, RequestLimit, UnexpectedErrors
+from service.middleware import Authentication, BodyLimit, CountedAnswers, HeadLimit, RequestId, RequestLimit, UnexpectedErrors
 from service.runtime import Runtime
 from service.schemas.answers import COMMON_ERRORS
 from service.settings import Settings
+from service.tracing import TraceIds, telemetry_off
 from service.version import strata_version
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,8 @@ def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpL
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=_middleware(settings, keys, limits),
+        middleware=_middleware(settings, keys, limits, runtime),
+        telemetry=telemetry_off() if runtime.tracing is None else runtime.tracing.telemetry,
     )
     app.state.runtime = runtime
     app.state.keys = keys
@@ -66,7 +69,7 @@ def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpL
     return app
 
 
-def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits) -> list[Middleware]:
+def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits, runtime: Runtime) -> list[Middleware]:
     """The outermost first. Browsers must be able to read refusals too, so what allows that stands before what refuses."""
     cors = Middleware(
         CORSMiddleware,
@@ -76,7 +79,10 @@ def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits) ->
         expose_headers=CORS_EXPOSED,
     )
     return [
+        Middleware(CountedAnswers, metrics=runtime.metrics),
         Middleware(RequestId),
+        *([] if runtime.tracing is None else [Middleware(TraceIds)]),
+        Middleware(AccessLog),
         *([cors] if settings.cors_origin else []),
         Middleware(UnexpectedErrors),
         Middleware(HeadLimit, limits=limits),

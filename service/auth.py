@@ -75,6 +75,11 @@ def _parse(path: Path, number: int, line: str) -> ApiKey:
     return ApiKey(found["name"] or f"sha256${digest[:OWNER_DIGITS]}", bytes.fromhex(digest))
 
 
+def key_name(owner: str | None) -> str | None:
+    """The name that a request's key has in the file; None for a key without one, and without a key."""
+    return None if owner is None or "$" in owner else owner
+
+
 class ApiKeys:
     """The keys that are valid now."""
 

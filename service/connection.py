@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from service.errors import Busy, HeadTooLarge, MalformedRequest, TooSlow, error_response
+from service.errors import Busy, HeadTooLarge, MalformedRequest, TooSlow, error_response, status_of
 from service.exceptions import ServiceError
 from service.limits import HttpLimits
 
@@ -141,6 +141,9 @@ class Guard:
         """Answers without the application and closes; only closes where an answer is under way."""
         if self.transport.is_closing():
             return
+        address = self.transport.get_extra_info("peername")
+        fields = {"status": status_of(error), "client": address[0] if isinstance(address, tuple) else None}
+        log.info("refused what a client sent: %s", error.message, extra={"fields": fields})
         if self._awaits_head():
             self.transport.write(raw_response(error))
         self.transport.close()

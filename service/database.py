@@ -65,6 +65,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
                 + CASE WHEN new.status = 'completed' AND new.gone IS NULL THEN coalesce(new.bytes, 0) ELSE 0 END
                 - CASE WHEN old.status = 'completed' AND old.gone IS NULL THEN coalesce(old.bytes, 0) ELSE 0 END; END""",
     ),
+    (
+        # Whose state this is, for marks on files that services share.
+        "CREATE TABLE service (id TEXT NOT NULL)",
+        "INSERT INTO service VALUES (lower(hex(randomblob(16))))",
+    ),
 )
 
 

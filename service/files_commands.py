@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.config import Checksum
-from engine.saves.file import COPY_BYTES, new_digest
+from engine.saves.digest import new_digest
+from engine.saves.file import COPY_BYTES
 from engine.saves.inspect import FileReport, inspect_file
 from service.database import DATABASE
 from service.recorded import RecordedFile, RecordedFiles

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+from engine.request import RequestOutput
 from service.choice import Choice, Delta, Finished
 from service.collector import Collector
 from service.errors import as_service_error
 from service.exceptions import ServiceError
 from service.metrics import RequestOutcome
+from service.saving import LiveSave
 from service.services import Services
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class Generation:
         self._collector = Collector()
         self._started = time.monotonic()
         self._closed = False
+        self._spans = None if services.tracing is None else services.tracing.of_request(request_id)
 
     def submit(self) -> None:
         """Hands all choices to the engine, or none. Raises the engine's refusal; targets of choices not taken over are the caller's."""
@@ -40,16 +43,28 @@ class Generation:
         submitted = 0
         try:
             for choice in self.choices:
-                events.attach(choice.engine_id, partial(self._collector.add, choice.index))
+                events.attach(choice.engine_id, partial(self._receive, choice))
                 if choice.save is not None:
-                    choice.save.engine_id = choice.engine_id
-                    choice.save.on_change = partial(self._collector.add_save_change, choice.index)
+                    self._watch(choice.save, choice)
                 self._services.engine.submit(choice.request)
                 submitted += 1
         except BaseException:
             self._withdraw(submitted)
             raise
         metrics.admitted(sum(len(choice.prompt.token_ids) for choice in self.choices))
+
+    def _watch(self, save: LiveSave, choice: Choice) -> None:
+        save.engine_id = choice.engine_id
+        save.on_change = partial(self._collector.add_save_change, choice.index)
+        if self._spans is not None:
+            save.on_end = partial(self._spans.save_ended, save)
+
+    def _receive(self, choice: Choice, output: RequestOutput) -> None:
+        self._collector.add(choice.index, output)
+        if self._spans is not None:
+            self._spans.received(choice, output)
+        if self._closed and output.finish_reason is not None:
+            self._services.events.detach(choice.engine_id)
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """What is added to the choices, until all of them are done. A choice that fails doesn't end the others."""
@@ -92,7 +107,8 @@ class Generation:
                 self._services.engine.abort(choice.engine_id)
             if choice.save is not None and (outcome != "completed" or not choice.done):
                 self._services.saver.revoke(choice.save)
-            self._services.events.detach(choice.engine_id)
+            if self._spans is None or self._spans.ended(choice):  # else its end is still to be heard of
+                self._services.events.detach(choice.engine_id)
         self._observe(outcome)
 
     def usage(self) -> dict[str, Any]:

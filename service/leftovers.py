@@ -8,7 +8,8 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 
-from engine.saves.lock import names_file
+from engine.saves.lock import LOCK_SUFFIX, is_marked, names_file
+from service.directories import status_of
 from service.paths import Root, SaveRoots
 
 log = logging.getLogger(__name__)
@@ -29,26 +30,43 @@ def clean_parts(
     *,
     now: float | None = None,
     min_age_seconds: float = MIN_PART_AGE_SECONDS,
+    owner: str | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Removes temporary files that nobody has locked and that are older than a minute, and returns how many. Ends early on `stop`.
+    """Removes temporary files that nobody has locked and that are older than a minute, and, with an `owner`, lock files that it has made
+    for files which never came; returns how many. Ends early on `stop`.
 
     Services can share a root: a file that is being written is locked by its writer, in whatever process. May run while saves go on.
     """
     limit = (time.time() if now is None else now) - min_age_seconds
     removed = 0
     for root in _outermost(roots.roots):
-        for directory_fd, name in _parts_below(root, stop):
-            removed += remove_unlocked(directory_fd, name, changed_before=limit)
+        for directory_fd, name in _leftovers_below(root, stop):
+            if not name.endswith(LOCK_SUFFIX):
+                removed += remove_unlocked(directory_fd, name, changed_before=limit)
+            elif owner is not None:
+                removed += remove_own_lock(directory_fd, name.removesuffix(LOCK_SUFFIX), owner)
     return removed
 
 
-def remove_unlocked(directory_fd: int, name: str, *, changed_before: float | None = None) -> bool:
+def remove_own_lock(directory_fd: int, name: str, owner: str) -> bool:
+    """Removes the lock file of a file that isn't there, if `owner` has made it and a crash has kept it from being released."""
+    return remove_unlocked(
+        directory_fd, name + LOCK_SUFFIX, only_if=lambda fd: is_marked(fd, owner) and status_of(directory_fd, name) is None
+    )
+
+
+def _always(_fd: int) -> bool:
+    return True
+
+
+def remove_unlocked(directory_fd: int, name: str, *, changed_before: float | None = None, only_if: Callable[[int], bool] = _always) -> bool:
     """Removes a regular file if nobody holds a `flock` on it; True where it did.
 
     It is removed under its own lock and only while the name stands for it: whoever opened it meanwhile finds that out after locking.
     With `changed_before` it may be anybody's and must be older than that; without, it is one of ours, whose writer has ended, and goes
-    also where the file system has no locks.
+    also where the file system has no locks. `only_if` is asked about the open file before it is locked and again once it is: one that it
+    refuses isn't locked even for a moment.
     """
     try:
         fd = os.open(name, _OPEN_FILE, dir_fd=directory_fd)
@@ -57,9 +75,12 @@ def remove_unlocked(directory_fd: int, name: str, *, changed_before: float | Non
     try:
         status = os.fstat(fd)
         young = changed_before is not None and max(status.st_mtime, status.st_ctime) > changed_before
-        if not stat.S_ISREG(status.st_mode) or young:
+        if not stat.S_ISREG(status.st_mode) or young or not only_if(fd):
             return False
-        return _is_free(fd, name, without_locks=changed_before is None) and _remove(directory_fd, name, fd)
+        return _is_free(fd, name, without_locks=changed_before is None) and only_if(fd) and _remove(directory_fd, name, fd)
+    except OSError as error:
+        log.warning("the left-over file %s can't be looked at and is left: %s", name, error.strerror)
+        return False
     finally:
         os.close(fd)
 
@@ -95,12 +116,15 @@ def _outermost(roots: tuple[Root, ...]) -> Iterator[Root]:
             yield root
 
 
-def _parts_below(root: Root, stop: Callable[[], bool]) -> Iterator[tuple[int, str]]:
-    """Temporary files with the descriptors of their directories, which hold until the next one is asked for."""
+def _leftovers_below(root: Root, stop: Callable[[], bool]) -> Iterator[tuple[int, str]]:
+    """Temporary files, and lock files without a file beside them, with the descriptors of their directories, which hold until the next
+    one is asked for.
+    """
     for _path, directories, files, directory_fd in os.fwalk(".", dir_fd=root.fd, follow_symlinks=False):
         if stop():
             return
         directories[:] = [name for name in directories if not name.startswith(".")]  # No target lies in a hidden one.
+        others = set(files).union(directories)
         for name in files:
-            if _PART.fullmatch(name):
+            if _PART.fullmatch(name) or (name.endswith(LOCK_SUFFIX) and name.removesuffix(LOCK_SUFFIX) not in others):
                 yield directory_fd, name

@@ -1,14 +1,15 @@
 """What Prometheus scrapes: counted here, or read from the engine when asked."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.saves.spec import SaveEvent
+from engine.errors import SaveErrorCode
 from engine.stats import EngineStats, PoolStats
+from service.records import SaveStatus
 
 RequestOutcome = Literal["completed", "failed", "aborted", "rejected", "replayed"]
 """`replayed`: answered out of the record of an earlier request with the same idempotency key."""
@@ -16,6 +17,8 @@ RequestOutcome = Literal["completed", "failed", "aborted", "rejected", "replayed
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 BATCH_BUCKETS = tuple(float(2**power) for power in range(16))
+SHOWN_STATUSES = ("200", "400", "429", "500", "503", "507")
+"""Shown before the first answer has one; others appear with it."""
 
 
 class Metrics:
@@ -25,7 +28,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         here = self.registry
         self._requests = Counter("strata_requests", "Completion requests by outcome", ["outcome"], registry=here)
+        self._answers = Counter("strata_http_answers", "HTTP answers by status", ["status"], registry=here)
         self._saves = Counter("strata_saves", "Saves by outcome", ["outcome"], registry=here)
+        self._save_failures = Counter("strata_save_failures", "Failed saves by the error's code", ["code"], registry=here)
         self._prompt_tokens = Counter("strata_prompt_tokens", "Prompt tokens of admitted requests", registry=here)
         self._generated_tokens = Counter("strata_generated_tokens", "Tokens that were sampled", registry=here)
         self._first_token = Histogram(
@@ -42,13 +47,29 @@ class Metrics:
         self._save_latency = Histogram(
             "strata_save_latency_seconds", "From the last computed token to the end of a save", buckets=LATENCY_BUCKETS, registry=here
         )
+        self._max_running = Gauge("strata_max_running", "Requests that the engine computes at once, at most", registry=here)
+        self._max_queued = Gauge("strata_max_queued", "Requests that may wait; more are refused", registry=here)
+        ProcessCollector(registry=here)
         self._show_zeros()
 
     def _show_zeros(self) -> None:
+        """A series that begins with its first failure shows no increase, and an alert on it would miss that one."""
         for request_outcome in get_args(RequestOutcome):
             self._requests.labels(request_outcome)
         for save_outcome in ("completed", "failed", "cancelled"):
             self._saves.labels(save_outcome)
+        for code in get_args(SaveErrorCode):
+            self._save_failures.labels(code)
+        for status in SHOWN_STATUSES:
+            self._answers.labels(status)
+
+    def show_limits(self, *, max_running: int, max_queued: int) -> None:
+        self._max_running.set(max_running)
+        self._max_queued.set(max_queued)
+
+    def watch_state(self, state: Callable[[], str], states: Sequence[str]) -> None:
+        """`state` is read at every scrape from now on; it returns one of `states`."""
+        self.registry.register(StateCollector(state, states))
 
     def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
         """Engine figures are read at every scrape from now on."""
@@ -62,6 +83,9 @@ class Metrics:
         self._requests.labels(outcome).inc()
         if seconds is not None:
             self._duration.observe(seconds)
+
+    def answered(self, status: int) -> None:
+        self._answers.labels(str(status)).inc()
 
     def admitted(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)
@@ -80,13 +104,34 @@ class Metrics:
             self._batch_tokens.observe(num_tokens)
             self._step_time.observe(seconds)
 
-    def save_ended(self, event: SaveEvent) -> None:
-        self._saves.labels(event.status).inc()
-        self._save_latency.observe(event.seconds)
+    def save_ended(self, outcome: SaveStatus, seconds: float, code: SaveErrorCode | None) -> None:
+        """`code` is that of a save that failed."""
+        self._saves.labels(outcome).inc()
+        self._save_latency.observe(seconds)
+        if outcome == "failed" and code is not None:
+            self._save_failures.labels(code).inc()
 
     def exposition(self) -> bytes:
         """The text format of Prometheus."""
         return generate_latest(self.registry)
+
+
+class StateCollector(Collector):
+    """One series per state: 1 for the one that the service is in, 0 for the others."""
+
+    def __init__(self, state: Callable[[], str], states: Sequence[str]) -> None:
+        self._state = state
+        self._states = states
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        current = self._state()
+        family = GaugeMetricFamily("strata_service_state", "1 for the state that the service is in", labels=["state"])
+        for state in self._states:
+            family.add_metric([state], state == current)
+        yield family
 
 
 class EngineCollector(Collector):

@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.auth import ApiKeys
 from service.errors import RETRY_AFTER_SECONDS, Busy, HeadTooLarge, Unauthorized, as_service_error, error_response, http_response
 from service.limits import HttpLimits
+from service.logs import lines_of_request
+from service.metrics import Metrics
 from service.schemas.generation import REQUEST_ID_PATTERN
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", "/version"})
@@ -43,8 +45,28 @@ class UnexpectedErrors:
             await error_response(as_service_error(error))(scope, receive, send)
 
 
+class CountedAnswers:
+    """Counts answers by status, refusals by whatever stands behind it included. Probes and scrapes are not counted."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_and_count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, send_and_count)
+
+
 class RequestId:
-    """Puts `request_id` into the request's state and answers it as X-Request-Id.
+    """Puts `request_id` into the request's state, answers it as X-Request-Id, and has the request's log lines carry it.
 
     An id that the client sent is kept if it is printable ASCII of at most 128 characters; else one is made. A route may replace it.
     """
@@ -64,7 +86,8 @@ class RequestId:
                 message["headers"] = [*message.get("headers", ()), (HEADER, state["request_id"].encode())]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        with lines_of_request(state):
+            await self._app(scope, receive, send_with_id)
 
 
 def _values(scope: Scope, header: bytes) -> list[bytes]:

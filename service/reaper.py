@@ -115,7 +115,7 @@ class Reaper:
         try:
             remove_saved(self.roots, record, lock_files=self.lock_files)
         except (OSError, ServiceError) as error:
-            log.warning("the file of save %s has expired but can't be removed: %s", record.id, error)
+            log.warning("the file of a save has expired but can't be removed: %s", error, extra={"fields": record.log_fields})
             self._retry_at[record.id] = time.monotonic() + RETRY_SECONDS
             return False
         self._retry_at.pop(record.id, None)
@@ -153,7 +153,7 @@ class Reaper:
                 try:
                     there = self._is_there(directories.open(record), record)
                 except (OSError, ServiceError) as error:
-                    log.debug("the file of save %s can't be looked at: %s", record.id, error)
+                    log.debug("the file of a save can't be looked at: %s", error, extra={"fields": record.log_fields})
                     continue
                 if there is (record.gone is not None):
                     changes[record.id] = None if there else self.now()
@@ -175,10 +175,13 @@ class Reaper:
             pass
 
     async def clean(self) -> None:
-        """Removes temporary files that nobody has written to for a day: a writer of any service holds a lock on its own."""
-        removed = await asyncio.to_thread(clean_parts, self.roots, min_age_seconds=DAY_SECONDS, stop=self._closing.is_set)
+        """Removes temporary files that nobody has written to for a day, and our own lock files that nobody holds and that have no file: a
+        writer of any service holds a lock on its own.
+        """
+        owner, stop = self.registry.service_id, self._closing.is_set
+        removed = await asyncio.to_thread(clean_parts, self.roots, min_age_seconds=DAY_SECONDS, owner=owner, stop=stop)
         if removed:
-            log.info("removed %d temporary files that were older than a day", removed)
+            log.info("removed %d temporary files and lock files that nobody uses any more", removed)
 
 
 class _Directories:

@@ -71,6 +71,11 @@ class SaveRecord:
         return self.output is not None and not self.output
 
     @property
+    def log_fields(self) -> dict[str, str]:
+        """What log lines about the save say of it."""
+        return {"request_id": self.request_id, "save_id": self.id}
+
+    @property
     def ended(self) -> bool:
         return self.status in ENDED
 

@@ -5,10 +5,9 @@ import os
 import stat
 from dataclasses import dataclass
 
-from engine.saves.lock import LOCK_SUFFIX, names_file
-from service.directories import status_of
+from engine.saves.lock import names_file
 from service.exceptions import ServiceError
-from service.leftovers import part_name, remove_unlocked
+from service.leftovers import part_name, remove_own_lock, remove_unlocked
 from service.paths import OpenTarget, SaveRoots
 from service.published import PublishedFile, completion, read_published
 from service.records import SaveRecord
@@ -37,7 +36,7 @@ def recover(registry: Registry, roots: SaveRoots) -> Recovered:
     """
     completed = failed = 0
     for record in registry.unfinished().result():
-        file = _settle_files(roots, record)
+        file = _settle_files(roots, record, registry.service_id)
         if file is not None:
             registry.update(record.id, **completion(file)).result()
             completed += 1
@@ -48,19 +47,18 @@ def recover(registry: Registry, roots: SaveRoots) -> Recovered:
     return Recovered(completed, failed)
 
 
-def _settle_files(roots: SaveRoots, record: SaveRecord) -> PublishedFile | None:
+def _settle_files(roots: SaveRoots, record: SaveRecord, service_id: str) -> PublishedFile | None:
     """The published file of a save, if there is one; what else the save has left is removed."""
     try:
         target = roots.locate(record.hidden_states_path)
     except ServiceError as error:
-        log.warning("save %s: the directory of its file can't be opened: %s", record.id, error.message)
+        log.warning("the directory of a save's file can't be opened: %s", error.message, extra={"fields": record.log_fields})
         return None
     try:
         file = _find_published(target, record)
         remove_unlocked(target.directory_fd, part_name(record.id))
-        if status_of(target.directory_fd, target.name) is None:
-            # Where a file stands under the name, the lock file is for its client to remove.
-            remove_unlocked(target.directory_fd, target.name + LOCK_SUFFIX)
+        # Where a file stands under the name, the lock file is for its client to remove, and so is one that others have made.
+        remove_own_lock(target.directory_fd, target.name, service_id)
         return file
     finally:
         os.close(target.directory_fd)
@@ -76,13 +74,13 @@ def _find_published(target: OpenTarget, record: SaveRecord) -> PublishedFile | N
         if file is None or file.save_id != record.id:
             return None
         if not file.whole:
-            log.error("save %s: the disk has lost a part of its file, which is removed", record.id)
+            log.error("the disk has lost a part of a save's file, which is removed", extra={"fields": record.log_fields})
         if not file.whole or record.awaits_output:
             _take_back(target, fd)
             return None
         return file
     except OSError as error:
-        log.warning("save %s: its file can't be read: %s", record.id, error.strerror)
+        log.warning("the file of a save can't be read: %s", error.strerror, extra={"fields": record.log_fields})
         return None
     finally:
         os.close(fd)

@@ -51,6 +51,8 @@ class Registry:
         except BaseException:
             self._state.close()
             raise
+        self.service_id: str = database.execute("SELECT id FROM service").fetchone()[0]
+        """The same after every start on this state directory, and no other's."""
         self._thread = CommitThread(database, committed=self._tell_waiting, failed=self._ended_now.clear)
 
     @property

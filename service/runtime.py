@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from engine.api import EngineAPI
 from engine.config import EngineConfig
@@ -32,6 +32,7 @@ from service.sizes import format_size
 from service.space import Space
 from service.targets import Targets
 from service.text import Tokenizer, TokenizerMissing
+from service.tracing import start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,10 @@ class Runtime:
     """One service from start to end. Methods are called on the event loop; `start` once."""
 
     def __init__(self, settings: Settings, engine_factory: EngineFactory = Engine) -> None:
+        """Raises `ConfigError` for settings of traces that can't work."""
         self.settings = settings
         self.metrics = Metrics()
+        self.tracing = start_tracing(settings)
         self.state: RuntimeState = "starting"
         self.on_fatal: Callable[[], None] = lambda: None
         """Called when the engine has failed and nobody waits for an answer any more."""
@@ -67,6 +70,8 @@ class Runtime:
         self._undo: list[Callable[[], None]] = []
         self._reaper: Reaper | None = None
         self._grace: asyncio.Task[None] | None = None
+        self.metrics.watch_state(lambda: self.state, get_args(RuntimeState))
+        self.metrics.show_limits(max_running=settings.max_running, max_queued=settings.max_queued)
 
     @property
     def failed(self) -> bool:
@@ -108,13 +113,14 @@ class Runtime:
             templates=_templates(tokenizer),
             registry=registry,
             roots=roots,
-            targets=Targets(roots, lock_files=settings.lock_files, umask=umask),
+            targets=Targets(roots, lock_files=settings.lock_files, umask=umask, owner=registry.service_id),
             saver=saver,
             space=space,
             events=events,
             metrics=self.metrics,
             file_readers=readers,
             started=time.time(),
+            tracing=self.tracing,
         )
         self._start_reaper(registry, roots, space)
         _log_start(self._services)
@@ -147,6 +153,8 @@ class Runtime:
             if services is not None:  # the engine is the last that was started and the first that is stopped
                 await asyncio.gather(*services.background, return_exceptions=True)
                 await services.saver.settle()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         if self.state != "dead":
             self.state = "stopped"
 
@@ -182,7 +190,7 @@ class Runtime:
         recovered = recover(registry, roots)
         if recovered.completed or recovered.failed:
             log.warning("after an interruption: %d saves were complete, %d have failed", recovered.completed, recovered.failed)
-        clean_parts(roots)
+        clean_parts(roots, owner=registry.service_id)
         return roots, registry
 
     def _engine_died(self, error: BaseException) -> None:
@@ -244,7 +252,9 @@ def _log_start(services: Services) -> None:
     info, settings = services.info, services.settings
     layers = ",".join(map(str, services.default_layers))
     log.info("model %s (revision %s): %s", services.identity.name, services.identity.revision, info.model.architecture)
-    log.info("device %s, dtype %s, attention %s, context of %d tokens", info.device, info.dtype, info.attention, info.max_model_len)
+    log.info("device %s, dtype %s, context of %d tokens", info.device, info.dtype, info.max_model_len)
+    log.info("attention %s: %s", info.attention, info.attention_reason)
+    log.info("native kernels: %s", info.native_kernels)
     log.info("default layers %s of %d, hidden size %d", layers, info.model.num_layers, info.model.hidden_size)
     log.info(
         "the KV cache holds %d tokens in blocks of %d, the state cache %d rows, a step at most %d tokens",

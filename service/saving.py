@@ -2,8 +2,8 @@
 
 The order for one request is: target files are claimed (their locks are held), records are inserted and committed as `queued`, the engine
 takes the request over, its events move the records on, and the answer is sent once `completed` is committed. A crash after the claim
-and before the commit leaves at most an empty, unlocked lock file, which the next claim of that file takes over; temporary files are made
-only by the engine, when the record stands.
+and before the commit leaves at most a lock file that nobody holds, which the next start knows by its mark and removes; temporary files are
+made only by the engine, when the record stands.
 
 A save is *held* where its completion must wait for something else: the other choices of an all-or-nothing request, or the output that
 its record is to carry. Its file may be published then, but the record says `writing` until `release`, and `revoke` can still take it back.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from engine.errors import SaveError
@@ -48,6 +49,8 @@ class LiveSave:
     status: SaveStatus = "queued"
     file: SavedFile | None = None
     error: SaveError | None = None
+    seconds: float = 0.0
+    """From the last computed token to the end of the save in the engine."""
     ended: bool = False
     """Its last status is committed."""
     unwanted: bool = False
@@ -55,6 +58,10 @@ class LiveSave:
     taken_back_as: Literal["failed", "cancelled"] = "failed"
     on_change: Callable[[], None] = field(default=_nobody)
     """Called when the file has been published and when the save has ended."""
+    on_end: Callable[[], None] = field(default=_nobody)
+    """Called once, when the save has ended."""
+    times_ns: dict[SaveStatus, int] = field(default_factory=dict)
+    """When the engine brought it to which status, in nanoseconds since 1970."""
 
     @property
     def published(self) -> bool:
@@ -119,7 +126,7 @@ class Saver:
         if save is None:
             return
         if event.status in ("running", "writing"):
-            self._registry.update(event.save_id, status=event.status).add_done_callback(_log_failure)
+            self._registry.update(event.save_id, status=event.status).add_done_callback(partial(_log_failure, save))
             self._to_loop(self._progressed, save, event)
         elif event.status == "completed" and save.held:
             self._to_loop(self._published, save, event)
@@ -129,7 +136,7 @@ class Saver:
 
     def keep_output(self, save: LiveSave, output: dict[str, Any]) -> None:
         """Keeps the text in the record of a save that is held or still being written."""
-        self._registry.update(save.id, output=output).add_done_callback(_log_failure)
+        self._registry.update(save.id, output=output).add_done_callback(partial(_log_failure, save))
 
     def release(self, save: LiveSave) -> None:
         """The save need not be held any longer: it is completed, now or when its file is published."""
@@ -166,12 +173,13 @@ class Saver:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _progressed(self, save: LiveSave, event: SaveEvent) -> None:
+        save.times_ns[event.status] = event.time_ns
         if not save.ended:
             save.status = event.status
 
     def _published(self, save: LiveSave, event: SaveEvent) -> None:
-        save.file = event.file
-        self._metrics.save_ended(event)
+        save.times_ns[event.status] = event.time_ns
+        save.file, save.seconds = event.file, event.seconds
         if save.unwanted:
             self._start(self._take_back(save))
         elif not save.held:  # released while the event was on its way
@@ -179,18 +187,22 @@ class Saver:
         save.on_change()
 
     def _ended(self, save: LiveSave, event: SaveEvent, failure: BaseException | None) -> None:
-        self._metrics.save_ended(event)
-        save.file, save.error = event.file, event.error
+        save.times_ns[event.status] = event.time_ns
+        save.file, save.error, save.seconds = event.file, event.error, event.seconds
         self._end(save, event.status, failure)
 
     def _end(self, save: LiveSave, status: SaveStatus, failure: BaseException | None) -> None:
         save.status, save.ended = status, True
         if failure is not None:
-            log.error("the record of save %s could not be written", save.id, exc_info=failure)
+            log.error("the record of a save could not be written", exc_info=failure, extra={"fields": save.record.log_fields})
             save.status = "failed"
             save.error = save.error or SaveError("io_error", "the registry of saves could not be written")
         self._live.pop(save.id, None)
         self._space.release(save.id)
+        self._metrics.save_ended(save.status, save.seconds, save.error.code if save.error is not None else None)
+        if save.status == "failed" and save.error is not None and save.error.code != "cancelled":
+            log.warning("a save failed: %s", save.error, extra={"fields": save.record.log_fields})
+        save.on_end()
         save.on_change()
 
     async def _complete(self, save: LiveSave) -> None:
@@ -203,7 +215,7 @@ class Saver:
         try:
             await asyncio.to_thread(remove_saved, self._roots, published, lock_files=self._lock_files)
         except (OSError, ServiceError):  # Whoever waits must be told all the same.
-            log.exception("the file of save %s can't be taken back", save.id)
+            log.exception("the file of a save can't be taken back", extra={"fields": save.record.log_fields})
         save.error = SaveError("cancelled", "the request that this save belonged to failed or was given up")
         await self._commit(save, _final_changes(SaveEvent(save.id, save.taken_back_as, error=save.error)))
 
@@ -241,9 +253,9 @@ def _final_changes(event: SaveEvent) -> dict[str, Any]:
     return changes
 
 
-def _log_failure(done: "Future[Any]") -> None:
+def _log_failure(save: LiveSave, done: "Future[Any]") -> None:
     if done.exception() is not None:
-        log.error("a record could not be updated", exc_info=done.exception())
+        log.error("a record could not be updated", exc_info=done.exception(), extra={"fields": save.record.log_fields})
 
 
 def file_url(save_id: str) -> str:

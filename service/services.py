@@ -21,6 +21,7 @@ from service.settings import Settings
 from service.space import Space
 from service.targets import Targets
 from service.text import Tokenizer
+from service.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Services:
     """Threads of downloads: a disk that hangs holds up nothing else."""
     started: float
     """Seconds since 1970."""
+    tracing: Tracing | None = None
+    """None where no traces are wanted."""
     idempotent_admission: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Looking a key up and inserting it are one step."""
     background: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -5,6 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.config import JsonDict
@@ -17,9 +18,10 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from engine.config import Checksum, EngineConfig
+from engine.config import AttentionName, Checksum, EngineConfig, Switch
 from engine.layers import LayerId
 from engine.models.packaged import SMOLLM2_135M
+from engine.models.prepared import user_data_directory
 from engine.saves.spec import Durability
 from service.records import MAX_TTL_SECONDS
 from service.sizes import parse_duration, parse_size
@@ -113,14 +115,23 @@ def _path_pair(entry: object) -> object:
     return client, server
 
 
+def http_url(text: str) -> str:
+    """The text, where it is one. Raises `ValueError`."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
+            return text
+    except ValueError:  # of a port that is none
+        pass
+    raise ValueError(f"{text!r} is not a URL such as http://127.0.0.1:4318")
+
+
+def _http_url_or_none(value: object) -> object:
+    return http_url(value) if isinstance(value, str) else value
+
+
 Size = Annotated[int | None, BeforeValidator(_size_or_auto)]
 Count = Annotated[int | None, BeforeValidator(_number_or_auto)]
-
-
-def user_data_directory() -> Path:
-    """Where a service keeps its state unless told otherwise (XDG base directories)."""
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "strata"
 
 
 def _option(default: Any, group: str, text: str, shown: str = "", metavar: str = "", **bounds: Any) -> Any:  # noqa: ANN401 - like pydantic's Field
@@ -144,6 +155,9 @@ class Settings(BaseSettings):
     device: str = _option("auto", "Model", "cpu, cuda or cuda:INDEX", metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "Model", "compute dtype")
     max_model_len: int | None = _option(None, "Model", "context limit in tokens", "the model's", "TOKENS", ge=1)
+    attention: AttentionName = _option("auto", "Model", "attention backend; auto takes the first that can run")
+    native_kernels: Switch = _option("auto", "Model", "compiled kernels on a CPU; auto takes them where a C compiler can make them")
+    trim_last_layer: bool = _option(True, "Model", "leave out what nobody wants of the last layer")
     threads: int | None = _option(None, "Model", "compute threads on a CPU", "cores", "COUNT", ge=1)
     tensor_parallel: int = _option(1, "Model", "devices that share each layer; only 1 is supported", metavar="COUNT", ge=1)
     pipeline_parallel: int = _option(1, "Model", "devices that share the layers out; only 1 is supported", metavar="COUNT", ge=1)
@@ -222,6 +236,10 @@ class Settings(BaseSettings):
 
     log_format: Literal["text", "json"] = _option("text", "Logging", "form of the log lines")
     log_level: LogLevel = _option("info", "Logging", "least severe level that is logged")
+    log_prompts: bool = _option(False, "Logging", "write the prompts of admitted requests into the log")
+    otlp_endpoint: Annotated[str | None, BeforeValidator(_http_url_or_none)] = _option(
+        None, "Logging", "collector of traces, such as http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_ENDPOINT", "URL"
+    )
 
     @field_validator("tensor_parallel", "pipeline_parallel")
     @classmethod
@@ -308,6 +326,9 @@ def engine_config(settings: Settings, folder: Path, umask: int) -> EngineConfig:
         max_batch_tokens=settings.max_batch_tokens,
         max_running=settings.max_running,
         max_queued=settings.max_queued,
+        attention=settings.attention,
+        native_kernels=settings.native_kernels,
+        trim_last_layer=settings.trim_last_layer,
         threads=settings.threads,
         durability=settings.durability,
         checksum=settings.checksum,

@@ -4,12 +4,13 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.saves.lock import LOCK_SUFFIX, LockBusy, LockFile
 from service.directories import status_of
 from service.exceptions import DirectoryVanished, PathConflict, from_os_error
+from service.logs import request_fields
 from service.names import PARAM
 from service.paths import OpenTarget, SaveRoots
 
@@ -34,6 +35,8 @@ class ClaimedTarget:
     keep_lock_file: bool
     """The lock file belongs to the file that was to be replaced: it stays for that file's client."""
     on_end: Callable[[], None]
+    log_fields: Mapping[str, str] = field(default_factory=dict)
+    """What log lines about it say."""
     _ended: bool = False
     _ending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -52,7 +55,7 @@ class ClaimedTarget:
             if self.lock is not None:
                 unlock(self.lock)
         except OSError:
-            log.warning("the lock file of %s could not be removed", self.path, exc_info=True)
+            log.warning("the lock file of %s could not be removed", self.path, exc_info=True, extra={"fields": self.log_fields})
         finally:
             os.close(self.directory_fd)
             self.on_end()
@@ -61,8 +64,10 @@ class ClaimedTarget:
 class Targets:
     """Who writes which file just now. Methods may be called from any thread; they wait for the disk."""
 
-    def __init__(self, roots: SaveRoots, *, lock_files: bool = True, umask: int = 0o022) -> None:
+    def __init__(self, roots: SaveRoots, *, lock_files: bool = True, umask: int = 0o022, owner: str = "") -> None:
+        """`owner`: what lock files are marked with while they are held, so that a start after a crash finds them."""
         self._roots = roots
+        self._owner = owner
         self._lock_files = lock_files
         self._umask = umask
         self._in_flight: set[FileKey] = set()
@@ -76,8 +81,13 @@ class Targets:
         """
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(DirectoryVanished):
-                return self._claim(self._roots.resolve(path, save_id, directory_only=directory_only), replace)
-        return self._claim(self._roots.resolve(path, save_id, directory_only=directory_only), replace)
+                return self._claim_once(path, save_id, replace=replace, directory_only=directory_only)
+        return self._claim_once(path, save_id, replace=replace, directory_only=directory_only)
+
+    def _claim_once(self, path: str | None, save_id: str, *, replace: bool, directory_only: bool) -> ClaimedTarget:
+        claimed = self._claim(self._roots.resolve(path, save_id, directory_only=directory_only), replace)
+        claimed.log_fields = {**request_fields(), "save_id": save_id}
+        return claimed
 
     def _claim(self, target: OpenTarget, replace: bool) -> ClaimedTarget:
         """Takes the target's descriptor over, also when it raises."""
@@ -120,7 +130,7 @@ class Targets:
         if not self._lock_files:
             return None
         try:
-            return LockFile.acquire(target.directory_fd, target.name, self._umask)
+            return LockFile.acquire(target.directory_fd, target.name, self._umask, self._owner)
         except LockBusy as error:
             raise PathConflict("the file's lock is held by somebody else", param=PARAM) from error
 

@@ -21,7 +21,7 @@ from engine.attention.facade import GroupPlan, SequencePlan
 from engine.attention.slots import IntArray, SlotIndex, buckets_by_length
 from engine.errors import ConfigError
 from engine.models.base import AttentionOptions
-from engine.native.kernels import Kernels
+from engine.native.kernels import MAX_GROUP, MAX_HEAD_DIM, Kernels
 
 GATHER_BYTES = 4 << 20
 """Keys gathered at once for decoding on a CPU: more would fall out of its caches."""
@@ -53,6 +53,16 @@ class _PagedDecodes:
 
 
 @dataclass(frozen=True)
+class _PagedChunks:
+    """Sequences of several new positions, as the compiled kernel takes them."""
+
+    tables: torch.Tensor  # [n, blocks]
+    rows: torch.Tensor  # [n], first rows of the batch
+    starts: torch.Tensor  # [n]
+    counts: torch.Tensor  # [n]
+
+
+@dataclass(frozen=True)
 class _Chunk:
     """A sequence of several new positions."""
 
@@ -72,6 +82,7 @@ class _Access:
     decodes: list[_Decodes]
     paged_decodes: _PagedDecodes | None
     chunks: list[_Chunk]
+    paged_chunks: _PagedChunks | None
 
 
 class SdpaBackend:
@@ -135,7 +146,7 @@ class _Group:
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions, num_sequences: int
     ) -> torch.Tensor:
         keys, values = self._keys[index], self._values[index]  # [slots, kv_heads, head_dim]
-        access = self._access_of(num_sequences, options.window)
+        access = self._access_of(num_sequences, options.window, query.shape[1])
         keys.index_copy_(0, access.slots, key)
         values.index_copy_(0, access.slots, value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -143,16 +154,18 @@ class _Group:
             self._attend_paged(access.paged_decodes, query, (keys, values), options, out)
         for decodes in access.decodes:
             out.index_copy_(0, decodes.rows, self._attend_decodes(decodes, query, keys, values, options))
+        if access.paged_chunks is not None:
+            self._attend_paged_chunks(access.paged_chunks, query, (keys, values), options, out)
         for chunk in access.chunks:
             self._attend_chunk(chunk, query, (key, value), (keys, values), options, out)
         return out
 
-    def _access_of(self, num_sequences: int, window: int | None) -> _Access:
+    def _access_of(self, num_sequences: int, window: int | None, heads: int) -> _Access:
         """Tables of sequences beyond the leading ones aren't looked at: those may have no blocks for these layers."""
         key = (num_sequences, window)
         if key not in self._access:
             tables, sequences = self.plan.block_tables[:num_sequences], self._sequences[:num_sequences]
-            self._access[key] = _AccessPlanner(self.plan, tables, sequences, window, self._backend).plan()
+            self._access[key] = _AccessPlanner(self.plan, tables, sequences, window, self._backend, heads).plan()
         return self._access[key]
 
     def _attend_paged(
@@ -167,6 +180,19 @@ class _Group:
         assert kernels is not None
         size = self.plan.block_size
         kernels.attend_decodes(query, decodes.rows, cache, decodes.tables, seen, size, options.scale, options.soft_cap, out)
+
+    def _attend_paged_chunks(
+        self,
+        chunks: _PagedChunks,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        options: AttentionOptions,
+        out: torch.Tensor,
+    ) -> None:
+        kernels = self._backend.kernels
+        assert kernels is not None
+        which = chunks.rows, chunks.starts, chunks.counts
+        kernels.attend_chunks(query, cache, chunks.tables, which, self.plan.block_size, options, out)
 
     def _attend_decodes(
         self, decodes: _Decodes, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
@@ -224,11 +250,15 @@ class _AccessPlanner:
         sequences: Sequence[SequencePlan],
         window: int | None,
         backend: SdpaBackend,
+        heads: int,
     ) -> None:
+        """`heads`: of the queries."""
         self._keys = plan.keys
         self._tables = block_tables
         self._block_size = plan.block_size
-        self._paged = backend.kernels is not None
+        kernels = backend.kernels if plan.keys.shape[4] <= MAX_HEAD_DIM else None
+        self._pages_decodes = kernels is not None
+        self._pages_chunks = kernels is not None and kernels.attends_chunks and heads // plan.keys.shape[3] <= MAX_GROUP
         self._kv_heads = plan.keys.shape[3]
         self._sequences = sequences
         self._window = window
@@ -240,10 +270,14 @@ class _AccessPlanner:
 
     def plan(self) -> _Access:
         single, several = (np.nonzero(which)[0].tolist() for which in (self._counts == 1, self._counts > 1))
-        chunks = [self._plan_chunk(i) for i in several]
-        if self._paged and single:
-            return _Access(self._row_slots(), [], self._plan_paged(single), chunks)
-        return _Access(self._row_slots(), self._plan_decodes(single), None, chunks)
+        paged, paged_chunks = self._pages_decodes and bool(single), self._pages_chunks and bool(several)
+        return _Access(
+            slots=self._row_slots(),
+            decodes=[] if paged else self._plan_decodes(single),
+            paged_decodes=self._plan_paged(single) if paged else None,
+            chunks=[] if paged_chunks else [self._plan_chunk(i) for i in several],
+            paged_chunks=self._plan_paged_chunks(several) if paged_chunks else None,
+        )
 
     def _row_slots(self) -> torch.Tensor:
         owners = np.repeat(np.arange(len(self._counts)), self._counts)
@@ -261,11 +295,21 @@ class _AccessPlanner:
     def _plan_paged(self, sequences: list[int]) -> _PagedDecodes:
         ends = self._starts[sequences] + 1
         begins = np.zeros_like(ends) if self._window is None else np.maximum(0, ends - self._window)
+        rows, tables = self._first_rows[sequences], self._table_rows(sequences, ends)
+        return _PagedDecodes(*(torch.from_numpy(array) for array in (rows, tables, begins, ends)))
+
+    def _plan_paged_chunks(self, sequences: list[int]) -> _PagedChunks:
+        starts, counts = self._starts[sequences], self._counts[sequences]
+        rows, tables = self._first_rows[sequences], self._table_rows(sequences, starts + counts)
+        return _PagedChunks(*(torch.from_numpy(array) for array in (tables, rows, starts, counts)))
+
+    def _table_rows(self, sequences: list[int], ends: IntArray) -> IntArray:
+        """`[n, blocks]`: the blocks of each sequence up to its end, side by side; what lies beyond is the null block."""
         tables = np.zeros((len(sequences), -(-int(ends.max()) // self._block_size)), np.int64)
         for table, sequence, end in zip(tables, sequences, ends.tolist(), strict=True):
             used = -(-end // self._block_size)
             table[:used] = self._tables[sequence][:used]
-        return _PagedDecodes(*(torch.from_numpy(array) for array in (self._first_rows[sequences], tables, begins, ends)))
+        return tables
 
     def _plan_decodes(self, sequences: list[int]) -> list[_Decodes]:
         ends = [self._sequences[i].start + 1 for i in sequences]

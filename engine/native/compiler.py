@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from engine.device import cpu_flags
 from engine.errors import EngineError
 
-SOURCES = ("kernels.c", "typed.h")
+SOURCES = ("kernels.c", "typed.h", "prompts.h")
 FLAGS = ("-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 """Not `-ffast-math`: NaN and infinities must come out as they went in."""
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -38,14 +39,15 @@ class Family:
     """What the kernel calls the processor's features (`/proc/cpuinfo`)."""
 
 
+_X86_64_V3 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 FAMILIES = {
     "x86_64": (
         Family(
             "x86-64-v4",
             ("-march=x86-64-v4", "-mprefer-vector-width=512"),
-            frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "bmi2", "movbe"}),
+            frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}) | _X86_64_V3,
         ),
-        Family("x86-64-v3", ("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})),
+        Family("x86-64-v3", ("-march=x86-64-v3",), _X86_64_V3),
     ),
     "aarch64": (Family("armv8-a", ("-march=armv8-a",), frozenset({"asimd"})),),
 }
@@ -55,12 +57,16 @@ FAMILIES = {
 def find_library(cache: Path | None = None) -> Path:
     """The compiled kernels for this processor: beforehand, earlier, or now. Raises `NoKernels`."""
     family = _family(FAMILIES.get(platform.machine(), ()), cpu_flags())
-    name = f"{family.name}-{_digest(family)}.so"
-    if (PREBUILT / name).exists():
-        return PREBUILT / name
-    library = (cache or _user_cache()) / name
-    if not library.exists():
-        compile_library(family, library)
+    try:
+        name = f"{family.name}-{_digest(family)}.so"
+        if (PREBUILT / name).exists():
+            return PREBUILT / name
+        library = (cache or _user_cache()) / name
+        if not library.exists():
+            compile_library(family, library)
+        _check_owner(library)
+    except OSError as error:
+        raise NoKernels(f"{error.filename} can't be read: {error.strerror}") from error
     return library
 
 
@@ -71,16 +77,32 @@ def compile_library(family: Family, library: Path) -> None:
         raise NoKernels("there is no C compiler (gcc)")
     folder = Path(__file__).parent
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(0o755, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent, prefix=".compile-") as directory:
             made = Path(directory) / library.name
             command = [compiler, *FLAGS, *family.flags, str(folder / SOURCES[0]), "-o", str(made), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NoKernels(f"{compiler} failed: {done.stderr.strip()[:500]}")
+            made.chmod(0o755)  # whatever the umask: only this user may change what it will run
+            _put_on_disk(made)
             made.replace(library)
     except OSError as error:
         raise NoKernels(f"they could not be compiled into {library.parent}: {error.strerror}") from error
+
+
+def _put_on_disk(file: Path) -> None:
+    """So that no half of it stands under its name after a power cut, for ever."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _check_owner(library: Path) -> None:
+    """What is loaded runs as this user, so nobody else may have put it there or be able to. Raises `NoKernels`, `OSError`."""
+    for path in (library, library.parent):
+        found = path.stat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
+            raise NoKernels(f"{path} belongs to another user, or others may write to it")
 
 
 def _family(families: Sequence[Family], flags: frozenset[str]) -> Family:

@@ -18,6 +18,8 @@
 /* Positions of one sequence that one thread attends to; longer ones are shared out and put together afterwards. */
 #define POSITIONS_PER_PART 512
 #define TILE 32
+/* Positions by which keys are fetched before they are needed. */
+#define AHEAD 6
 
 int64_t strata_kernels_version(void) { return STRATA_KERNELS_VERSION; }
 
@@ -46,7 +48,8 @@ static inline uint16_t to_bfloat16(float value) {
 static inline float exponential(float x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to the nearest integer */
     float bounded = x > 88.0f ? 88.0f : x;
-    float n = (bounded * 1.44269504f + magic) - magic;
+    float shifted = bounded * 1.44269504f + magic;
+    float n = shifted - magic;
     float rest = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.0f / 5040.0f;
     p = p * rest + 1.0f / 720.0f;
@@ -56,8 +59,8 @@ static inline float exponential(float x) {
     p = p * rest + 0.5f;
     p = p * rest + 1.0f;
     p = p * rest + 1.0f;
-    int32_t exponent = (int32_t)n;
-    float power = as_float((uint32_t)(exponent + 127) << 23);
+    /* n as an integer stands in the last bits of `shifted`; converting it would be undefined for NaN. */
+    float power = as_float((as_bits(shifted) - as_bits(magic) + 127u) << 23);
     return x < -87.0f ? 0.0f : p * power;
 }
 
@@ -140,3 +143,5 @@ struct part {
 #define LOAD_VECTOR(from) load_bfloat16_vector(from)
 #define STORE(value) to_bfloat16(value)
 #include "typed.h"
+
+#include "prompts.h"

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import torch
 
+from engine.models.base import AttentionOptions
 from engine.native.compiler import NoKernels, find_library
 
 VERSION = 1
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 GATES = {"silu": "silu_gate", "swish": "silu_gate", "gelu_pytorch_tanh": "gelu_tanh_gate"}
+ONLY_FLOAT32 = {"attend_chunks"}
 MAX_HEAD_DIM = 512
+MAX_GROUP = 12
+"""Query heads per key head that fit in a tile of rows on every processor."""
 _MAPS = Path("/proc/self/maps")
 
 _Function = Callable[..., int]
@@ -21,6 +25,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "silu_gate": [_P, _I, _I, _P, _T],
     "gelu_tanh_gate": [_P, _I, _I, _P, _T],
     "rotate": [_P, _I, _P, _P, _P, _P, _F, _I, _I, _I, _P, _T],
+    "attend_chunks": [_P, _I, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _F, _F, _I, _P, _T],
     "attend_decodes": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _F, _P, _T],
 }
 
@@ -31,7 +36,13 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
         self._dtype = dtype
         self._threads = threads
-        self._functions = {name: _bind(library, f"{name}_{DTYPES[dtype]}", arguments) for name, arguments in _SIGNATURES.items()}
+        self.attends_chunks = dtype == torch.float32
+        """Whether there is `attend_chunks`."""
+        self._functions = {
+            name: _bind(library, f"{name}_{DTYPES[dtype]}", arguments)
+            for name, arguments in _SIGNATURES.items()
+            if dtype == torch.float32 or name not in ONLY_FLOAT32
+        }
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight of `[rows, width]`; a float32 `weight` is applied before the result is rounded to the dtype."""
@@ -103,6 +114,7 @@ class Kernels:
         keys, values = cache
         heads, head_dim = query.shape[1:]
         assert query.stride()[1:] == (head_dim, 1)
+        assert head_dim <= MAX_HEAD_DIM
         assert all(tensor.is_contiguous() for tensor in (rows, keys, values, tables, *seen, out))
         failed = self._functions["attend_decodes"](
             query.data_ptr(),
@@ -126,6 +138,48 @@ class Kernels:
         )
         if failed:
             raise MemoryError("there was no memory for the attention of a step")
+
+    def attend_chunks(
+        self,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        tables: torch.Tensor,
+        chunks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        block_size: int,
+        options: AttentionOptions,
+        out: torch.Tensor,
+    ) -> None:
+        """Causal attention of several new positions each of `n` sequences, whose keys and values are in the cache already.
+
+        query, cache, tables and out as in `attend_decodes`; chunks: `[n]` each, first row of the batch, first position, positions.
+        """
+        keys, values = cache
+        heads, head_dim = query.shape[1:]
+        assert query.stride()[1:] == (head_dim, 1)
+        assert all(tensor.is_contiguous() for tensor in (keys, values, tables, *chunks, out))
+        rows, starts, counts = chunks
+        failed = self._functions["attend_chunks"](
+            query.data_ptr(),
+            query.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            tables.data_ptr(),
+            tables.shape[1],
+            rows.data_ptr(),
+            starts.data_ptr(),
+            counts.data_ptr(),
+            rows.shape[0],
+            block_size,
+            heads,
+            keys.shape[1],
+            head_dim,
+            options.scale,
+            options.soft_cap or 0.0,
+            options.window or 0,
+            out.data_ptr(),
+            self._threads,
+        )
+        assert not failed, "the shape was to be checked beforehand"
 
     def _rms_norm(
         self,
@@ -167,12 +221,13 @@ def load_kernels(dtype: torch.dtype, threads: int) -> Kernels:
 def _share_openmp() -> None:
     """Lets the kernels use the very threads that torch computes with: a second set would fight with them for the processor."""
     try:
-        mapped = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "libgomp" in line}
+        # An address range, four more fields, and a path, which may hold spaces.
+        mapped = {line.split(maxsplit=5)[5] for line in _MAPS.read_text().splitlines() if "libgomp" in line}
+        if len(mapped) != 1:
+            raise NoKernels("torch computes with threads of another kind")
+        ctypes.CDLL(mapped.pop(), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise NoKernels("torch's compute threads were not found") from error
-    if len(mapped) != 1:
-        raise NoKernels("torch computes with threads of another kind")
-    ctypes.CDLL(mapped.pop(), mode=ctypes.RTLD_GLOBAL)
+        raise NoKernels(f"torch's compute threads were not found: {error}") from error
 
 
 def _bind(library: ctypes.CDLL, name: str, arguments: list[type], result: type = ctypes.c_int) -> _Function:

@@ -99,6 +99,11 @@ static inline vector NAME(load)(const STATE *from, int64_t at, int64_t dim) {
     return LOAD_VECTOR(rest);
 }
 
+/* Has a row brought into the processor's cache: pages lie apart, which its own guesses don't foresee. */
+static inline void NAME(fetch)(const STATE *row, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += 64 / (int64_t)sizeof(STATE)) __builtin_prefetch(row + i);
+}
+
 /* One part of one key head: `group` query rows over positions begin … end - 1 of one sequence. Query rows and `state` are padded to whole
  * vectors. Leaves per query row the largest score, the sum of the exponentials relative to it, and the weighted values, not yet divided by
  * that sum. Inlined for every head_dim that is known beforehand, so that all of a row stays in registers. */
@@ -117,6 +122,8 @@ static inline __attribute__((always_inline)) void NAME(attend_part)(const struct
             float *head = part->state + g * state_size(dim), largest = head[0], sum = 0.0f;
             for (int64_t v = 0; v < vectors; v++) query[v] = load_vector(part->query + (g * vectors + v) * LANES);
             for (int64_t p = 0; p < count; p++) {
+                if (g == 0 && p + AHEAD < count) NAME(fetch)(keys + offsets[p + AHEAD], dim);
+                if (g == 0) NAME(fetch)(values + offsets[p], dim);
                 vector products = query[0] * NAME(load)(keys + offsets[p], 0, dim);
                 for (int64_t v = 1; v < vectors; v++) products += query[v] * NAME(load)(keys + offsets[p], v * LANES, dim);
                 scores[p] = sum_of(products);

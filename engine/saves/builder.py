@@ -25,6 +25,7 @@ from engine.saves.convert import (
     layer_of_mean,
     to_stored,
 )
+from engine.saves.digest import RunningDigest
 from engine.saves.file import PartFile
 from engine.saves.layout import TailTensor, TensorEntry
 from engine.saves.lock import names_file
@@ -51,18 +52,30 @@ class FileBuilder:
 
     They raise `SaveError` and `OSError`; then `discard` is next. Where they raise `TryLater`, the same call is to be made again, by
     whatever thread, and goes on where it stopped.
+
+    Where the end of the save is known before its first row is written, the header is final and comes first, and the file is written
+    from its first byte to its last, its checksum with it. Else room is left for the header, and rows are read back for the checksum.
     """
 
     def __init__(
-        self, spec: SaveSpec, pages: torch.Tensor, options: WriterOptions, stop: threading.Event, *, num_rows: int | None, max_rows: int
+        self,
+        spec: SaveSpec,
+        pages: torch.Tensor,
+        options: WriterOptions,
+        stop: threading.Event,
+        *,
+        num_rows: int | None,
+        max_rows: int,
+        end: Callable[[], SaveEnd] | None = None,
     ) -> None:
-        """`pages` is `[num_pages, page_size, width]`. `stop` is set when the save has been cancelled."""
+        """`pages` is `[num_pages, page_size, width]`. `stop` is set when the save has been cancelled. `end`: see `expect`."""
         self.spec = spec
         self._pages = pages
         self._options = options
         self._stop = stop
         self._num_rows = 1 if spec.pooling else num_rows
         self._max_rows = max_rows
+        self._end = end
         self._width = pages.shape[2]
         self._row_bytes = len(spec.layers) * self._width * STORED_TYPES[spec.dtype].itemsize
         self._mean = RunningMean.zeros(len(spec.layers), self._width) if spec.pooling else None
@@ -74,6 +87,9 @@ class FileBuilder:
         self._scales: list[torch.Tensor] = []
         self._written_rows = 0
         self._data_start = 0
+        self._header: bytes | None = None
+        """Unpadded, once it is final."""
+        self._header_written = False
         self._file: PartFile | None = None
 
     @property
@@ -83,6 +99,10 @@ class FileBuilder:
     @property
     def write_seconds(self) -> float:
         return self._file.write_seconds if self._file else 0.0
+
+    def expect(self, end: Callable[[], SaveEnd]) -> None:
+        """`end` makes what `complete` will be given. May be called from any thread, and is of use until the first row is written."""
+        self._end = self._end or end
 
     def add_rows(self, rows: PagedRows, scratch: Scratch) -> None:
         """Writes the rows of a chunk behind those before it (pooled: adds them up), in pieces of bounded size."""
@@ -119,44 +139,71 @@ class FileBuilder:
         self._written_rows += len(rows)
 
     def _open(self) -> PartFile:
-        """The temporary file, made at its first use, once it is certain how much room the header may need."""
+        """The temporary file, made at its first use, with its header where that is final by then, else with room for it."""
         if self._file is None:
-            hidden_bytes = (self._num_rows or 0) * self._row_bytes
-            self._data_start = layout.data_start_for(len(largest_header(self.spec, self._width, self._max_rows)), hidden_bytes)
-            target = self.spec.target
-            name, write_back = f".{self.spec.save_id}.part", self._options.durability != "none"
-            self._file = PartFile.create(target.directory_fd, name, self._options.umask, self._patience, write_back=write_back)
+            self._plan_header()
+            self._file = self._create()
+        if self._header is not None:
+            self._write_header(self._file, self._header)
         return self._file
 
-    def _hidden_entry(self, num_rows: int) -> TensorEntry:
-        name = layout.STORED_NAMES[self.spec.dtype]
-        return TensorEntry(layout.HIDDEN_STATES, name, (num_rows, len(self.spec.layers), self._width))
+    def _plan_header(self) -> None:
+        if self._end is not None:
+            end = self._end()
+            self._header = self._encoded_header(end, self._tail(end))
+            header_bytes, num_rows = len(self._header), self._num_stored(end)
+        else:
+            header_bytes, num_rows = len(largest_header(self.spec, self._width, self._max_rows)), self._num_rows or 0
+        self._data_start = layout.data_start_for(header_bytes, num_rows * self._row_bytes)
 
-    def _metadata(self, end: SaveEnd, token_ids: TailTensor) -> dict[str, str]:
-        digest = hashlib.sha256(token_ids.values.tobytes()).hexdigest()
-        return file_metadata(self.spec, end.num_prompt_tokens, end.num_tokens, digest)
+    def _create(self) -> PartFile:
+        options, name = self._options, f".{self.spec.save_id}.part"
+        digest = None if options.checksum == "none" else RunningDigest(options.checksum)
+        write_back = options.durability != "none"
+        return PartFile.create(self.spec.target.directory_fd, name, options.umask, self._patience, write_back=write_back, digest=digest)
+
+    def _write_header(self, file: PartFile, header: bytes) -> None:
+        if not self._header_written:
+            file.write_at(memoryview(layout.pad_header(header, self._data_start)), 0)
+            self._header_written = True
+
+    def _num_stored(self, end: SaveEnd) -> int:
+        return 1 if self.spec.pooling else len(end.token_ids)
+
+    def _encoded_header(self, end: SaveEnd, tail: list[TailTensor]) -> bytes:
+        shape = (self._num_stored(end), len(self.spec.layers), self._width)
+        hidden = TensorEntry(layout.HIDDEN_STATES, layout.STORED_NAMES[self.spec.dtype], shape)
+        token_ids = next(tensor for tensor in tail if tensor.entry.name == layout.TOKEN_IDS)
+        tokens_sha256 = hashlib.sha256(token_ids.values.tobytes()).hexdigest()
+        metadata = file_metadata(self.spec, end.num_prompt_tokens, end.num_tokens, tokens_sha256)
+        return layout.encode_header([hidden, *(tensor.entry for tensor in tail)], metadata)
 
     def complete(self, end: SaveEnd, scratch: Scratch) -> "FinishedFile":
         """Writes all that is left and makes it as durable as asked; the file then lacks nothing but its name."""
         self._check(end)
+        self.expect(lambda: end)
         if self._mean and not self._written_rows:
             self._write_rows(self._mean.row(), layer_of_mean(self.spec.layers), scratch)
-        file = self._open()
-        token_ids = layout.int64_tail(layout.TOKEN_IDS, end.token_ids)
-        tail = sorted([token_ids, *self._tail(end)], key=lambda tensor: -tensor.entry.item_size)
-        hidden = self._hidden_entry(self._written_rows)
-        header = layout.encode_header([hidden, *(tensor.entry for tensor in tail)], self._metadata(end, token_ids))
-        self._make_room(file, len(header), hidden.nbytes)
+        file, tail = self._open(), self._tail(end)
+        self._finish_header(file, self._encoded_header(end, tail))
+        tail_start = self._data_start + self._written_rows * self._row_bytes
+        file.digest_up_to(tail_start)
         tail_bytes = b"".join(tensor.values.tobytes() for tensor in tail)
-        file.write_at(memoryview(tail_bytes), self._data_start + hidden.nbytes)
-        file.write_at(memoryview(layout.pad_header(header, self._data_start)), 0)
-        size = self._data_start + hidden.nbytes + len(tail_bytes)
-        checksum = file.checksum(self._options.checksum, size)
+        file.write_at(memoryview(tail_bytes), tail_start)
         if self._options.durability == "none":
             file.flush()
         else:
             file.sync()
-        return FinishedFile(file, self.spec, (self._written_rows, len(self.spec.layers), self._width), end.num_tokens, size, checksum)
+        shape = (self._written_rows, len(self.spec.layers), self._width)
+        return FinishedFile(file, self.spec, shape, end.num_tokens, tail_start + len(tail_bytes))
+
+    def _finish_header(self, file: PartFile, header: bytes) -> None:
+        if self._header is None:
+            self._make_room(file, len(header), self._written_rows * self._row_bytes)
+            self._header = header
+        if header != self._header:
+            raise SaveError("engine_error", "the text ended otherwise than was known beforehand, and the header says so")
+        self._write_header(file, header)
 
     def _check(self, end: SaveEnd) -> None:
         """A file whose rows are not those of its tokens is worse than none."""
@@ -173,14 +220,15 @@ class FileBuilder:
             self._data_start = start
 
     def _tail(self, end: SaveEnd) -> list[TailTensor]:
-        """All but the token ids."""
-        tail = []
+        """What follows the hidden states, in order. The values of scales are complete once all rows have been written."""
+        tail = [layout.int64_tail(layout.TOKEN_IDS, end.token_ids)]
         if end.positions is not None:
             tail.append(layout.int64_tail(layout.POSITIONS, end.positions))
         if self.spec.dtype == "float8_e4m3fn":
             scales = torch.cat([torch.empty(0), *self._scales]).numpy().astype("<f4")
-            tail.append(TailTensor(TensorEntry(layout.SCALES, "F32", (len(scales), 1, 1)), scales))
-        return tail + [layout.client_tail(name, tensor) for name, tensor in self.spec.tensors.items()]
+            tail.append(TailTensor(TensorEntry(layout.SCALES, "F32", (self._num_stored(end), 1, 1)), scales))
+        tail += [layout.client_tail(name, tensor) for name, tensor in self.spec.tensors.items()]
+        return sorted(tail, key=lambda tensor: -tensor.entry.item_size)
 
     def discard(self) -> None:
         if self._file:
@@ -196,18 +244,18 @@ class FinishedFile:
     shape: tuple[int, int, int]
     num_tokens: int
     size: int
-    checksum: str | None
 
     def publish(self, *, sync_directory: bool) -> SavedFile:
         """Raises `SaveError` "conflict" where the name is taken, `OSError` and `TryLater`; nothing of ours stands under the name then."""
-        status = os.fstat(self.file.fd)
+        status, digest = os.fstat(self.file.fd), self.file.digest
+        assert digest is None or digest.end == self.size
         self.file.patience.run(self._give_name)
         if sync_directory:
             self._sync_directory()
         # All that could be said against the file has been said by now.
         with contextlib.suppress(OSError):
             self.file.close()
-        return SavedFile(self.shape, self.num_tokens, self.size, status.st_dev, status.st_ino, self.checksum)
+        return SavedFile(self.shape, self.num_tokens, self.size, status.st_dev, status.st_ino, None if digest is None else str(digest))
 
     def _give_name(self) -> None:
         target = self.spec.target

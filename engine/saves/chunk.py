@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
+
+from engine.saves.spec import RowSelection
 
 
 @dataclass(frozen=True)
@@ -27,3 +30,12 @@ class SaveEnd:
     num_tokens: int
     """Rows of the sequence that the selection was taken from."""
     num_prompt_tokens: int
+
+    @classmethod
+    def of(cls, selection: RowSelection, token_ids: Sequence[int], num_tokens: int, num_prompt_tokens: int) -> Self:
+        """What `selection` keeps of the first `num_tokens` rows of a sequence; `token_ids` may be of more."""
+        kept = selection.ranges(num_tokens)
+        if kept == [(0, num_tokens)]:
+            return cls(token_ids[:num_tokens], None, num_tokens, num_prompt_tokens)
+        positions = [position for low, high in kept for position in range(low, high)]
+        return cls([token_ids[position] for position in positions], positions, num_tokens, num_prompt_tokens)

@@ -2,17 +2,14 @@
 
 import errno
 import fcntl
-import hashlib
-import importlib
 import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from engine.config import Checksum
-from engine.errors import ConfigError, SaveError
+from engine.errors import SaveError
 from engine.saves import libc
+from engine.saves.digest import RunningDigest
 from engine.saves.lock import create_file, names_file
 from engine.saves.patience import DISK_FULL, Patience
 from engine.saves.publish import remove_if_present
@@ -42,6 +39,7 @@ class PartFile:
     fd: int
     patience: Patience
     write_back: bool
+    digest: RunningDigest | None = None
     bytes_written: int = 0
     write_seconds: float = 0.0
     _written_back: int = field(default=0, init=False)
@@ -49,7 +47,9 @@ class PartFile:
     _moving: bytes | None = field(default=None, init=False)
 
     @classmethod
-    def create(cls, directory_fd: int, name: str, umask: int, patience: Patience, *, write_back: bool) -> "PartFile":
+    def create(
+        cls, directory_fd: int, name: str, umask: int, patience: Patience, *, write_back: bool, digest: RunningDigest | None = None
+    ) -> "PartFile":
         """Creates and locks it. A cleaner may take it between the two, for one that nobody holds: then there is a next try."""
         for _ in range(CREATE_ATTEMPTS):
             fd = patience.run(partial(create_file, directory_fd, name, umask))
@@ -59,21 +59,23 @@ class PartFile:
                 _drop(directory_fd, name, fd)
                 raise
             if ours:
-                return cls(directory_fd, name, fd, patience, write_back)
+                return cls(directory_fd, name, fd, patience, write_back, digest)
             _drop(directory_fd, name, fd)
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     def write_at(self, data: memoryview, offset: int) -> None:
         """Writes all of `data` (bytes), however many calls it takes. Another attempt writes it again from its first byte on."""
-        started, size = time.monotonic(), len(data)
+        started, left, end = time.monotonic(), data, offset
         try:
-            while data:
-                written = self.patience.run(partial(_write_some, self.fd, data, offset))
-                data, offset = data[written:], offset + written
+            while left:
+                written = self.patience.run(partial(_write_some, self.fd, left, end))
+                left, end = left[written:], end + written
         finally:
             self.write_seconds += time.monotonic() - started
-        self.bytes_written += size
-        self._start_write_back(offset)
+        self.bytes_written += len(data)
+        self._start_write_back(end)
+        if self.digest is not None:
+            self.digest.update(data, offset)
 
     def read_at(self, size: int, offset: int) -> bytes:
         """Exactly `size` bytes that were written before."""
@@ -125,14 +127,14 @@ class PartFile:
         """
         os.close(os.dup(self.fd))
 
-    def checksum(self, algorithm: Checksum, size: int) -> str | None:
-        """Of the whole file, `algorithm:hex`; read back in pieces, since the header is written last."""
-        if algorithm == "none":
-            return None
-        digest = new_digest(algorithm)
-        for offset in range(0, size, COPY_BYTES):
-            digest.update(self.read_at(min(COPY_BYTES, size - offset), offset))
-        return f"{algorithm}:{digest.hexdigest()}"
+    def digest_up_to(self, end: int) -> None:
+        """Reads back what was written before its turn in the digest had come: rows whose header wasn't known then.
+
+        Another attempt goes on where this one stopped.
+        """
+        while self.digest is not None and self.digest.end < end:
+            start = self.digest.end
+            self.digest.update(self.read_at(min(COPY_BYTES, end - start), start), start)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -147,16 +149,6 @@ class PartFile:
             remove_if_present(self.directory_fd, self.name)
         finally:
             self.close()
-
-
-def new_digest(algorithm: Checksum) -> Any:  # noqa: ANN401 — hashlib and xxhash share no type
-    """Raises `ConfigError` for `xxh3` where the package xxhash is missing."""
-    if algorithm == "sha256":
-        return hashlib.sha256()
-    try:
-        return importlib.import_module("xxhash").xxh3_64()
-    except ImportError as error:
-        raise ConfigError("checksum xxh3 needs the package xxhash, which is not installed; sha256 needs nothing") from error
 
 
 def _lock(fd: int) -> bool:

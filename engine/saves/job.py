@@ -65,6 +65,7 @@ class SaveJob:
         """No rows will follow: the file is completed and published once those before are written."""
         self.finished_at = time.monotonic()
         self._writer.announce(self, SaveEvent(self.spec.save_id, "writing"))
+        self.builder.expect(lambda: end)
         self._writer.submit(self, end)
 
     def cancel(self, error: SaveError) -> None:

@@ -1,6 +1,9 @@
 """Lock files beside saves: `<name>.lock`, held by an exclusive `flock` while the save is being written.
 
 Clients of vLLM's connector wait for that lock and remove the file themselves, so it is left in place after a save that worked.
+
+A lock file that is made here carries the mark of its owner from the moment on that it has its name until it is released, so one that
+is marked and not locked was left by a crash, and its owner can remove it. Lock files that others have made are never marked.
 """
 
 import contextlib
@@ -16,7 +19,10 @@ from engine.saves.publish import remove_if_present
 
 LOCK_SUFFIX = ".lock"
 ATTEMPTS = 16
+MARK_PREFIX = b"strata "
 _NO_MODES = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS, errno.ENOENT, errno.EXDEV, errno.EPERM, errno.EACCES)
+"""What is answered to `O_TMPFILE`, or to giving such a file a name, where there is no such thing (or no `/proc`)."""
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -65,8 +71,8 @@ class LockFile:
     fd: int
 
     @classmethod
-    def acquire(cls, directory_fd: int, name: str, umask: int) -> "LockFile":
-        """Creates or opens `<name>.lock` and locks it, without waiting.
+    def acquire(cls, directory_fd: int, name: str, umask: int, owner: str = "") -> "LockFile":
+        """Creates or opens `<name>.lock` and locks it, without waiting. With an `owner` one that is created carries its mark.
 
         A client may remove the file between our open and our lock, and we would then hold a lock that nobody else can see; so
         the name is compared with the locked file afterwards, and all is tried again where they differ.
@@ -75,7 +81,7 @@ class LockFile:
         """
         lock_name = name + LOCK_SUFFIX
         for _ in range(ATTEMPTS):
-            fd, made = _open(directory_fd, lock_name, umask)
+            fd, made = _open(directory_fd, lock_name, umask, owner)
             try:
                 if fd is not None and _lock_is_ours(directory_fd, lock_name, fd):
                     return cls(directory_fd, lock_name, fd)
@@ -87,7 +93,13 @@ class LockFile:
         raise LockBusy(f"{lock_name} is replaced by somebody again and again")
 
     def release(self) -> None:
-        """Unlocks; the file stays. Idempotent."""
+        """Unlocks; the file stays, without a mark. Idempotent."""
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                _unmark(self.fd)
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self.fd < 0:
             return
         fd, self.fd = self.fd, -1
@@ -105,15 +117,70 @@ class LockFile:
             if names_file(self.directory_fd, self.name, self.fd):
                 remove_if_present(self.directory_fd, self.name)
         finally:
-            self.release()
+            self._unlock()
 
 
-def _open(directory_fd: int, lock_name: str, umask: int) -> tuple[int | None, bool]:
-    """The descriptor, None where the file went away between two looks; and whether the file was made here."""
+def is_marked(fd: int, owner: str) -> bool:
+    """Whether the lock file was made by `owner` and has not been released since. Raises `OSError`."""
+    return os.pread(fd, 256, 0) == _mark(owner)
+
+
+def _mark(owner: str) -> bytes:
+    return MARK_PREFIX + owner.encode() + b"\n"
+
+
+def _unmark(fd: int) -> None:
+    """Whosever mark it is: a lock that a crash has left may have been taken over."""
+    if os.pread(fd, len(MARK_PREFIX), 0) == MARK_PREFIX:
+        os.ftruncate(fd, 0)
+
+
+def _open(directory_fd: int, lock_name: str, umask: int, owner: str) -> tuple[int | None, bool]:
+    """The descriptor, None where the file came or went between two looks; and whether the file was made here."""
+    existing = _open_existing(directory_fd, lock_name)
+    if existing is not None:
+        return existing, False
     try:
-        return create_file(directory_fd, lock_name, umask), True
+        return _make(directory_fd, lock_name, umask, owner), True
     except FileExistsError:
-        return _open_existing(directory_fd, lock_name), False
+        return None, False
+
+
+def _make(directory_fd: int, lock_name: str, umask: int, owner: str) -> int:
+    """A new lock file that is marked and locked before it has its name, so that a crash at any moment leaves a marked one or none.
+
+    Where the file system has no unnamed files it is made by its name, and a crash in the same moment leaves it without a mark.
+    """
+    try:
+        fd = os.open(".", _OPEN_FLAGS | os.O_TMPFILE, 0o666 & ~umask, dir_fd=directory_fd)
+    except OSError as error:
+        if error.errno not in _NO_UNNAMED_FILES:
+            raise
+        return _make_by_name(directory_fd, lock_name, umask, owner)
+    try:
+        _set_mode(fd, 0o666 & ~umask)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _write_mark(fd, owner)
+        os.link(f"/proc/self/fd/{fd}", lock_name, dst_dir_fd=directory_fd, follow_symlinks=True)
+    except OSError as error:
+        os.close(fd)
+        if error.errno not in _NO_UNNAMED_FILES:
+            raise
+        return _make_by_name(directory_fd, lock_name, umask, owner)
+    return fd
+
+
+def _make_by_name(directory_fd: int, lock_name: str, umask: int, owner: str) -> int:
+    fd = create_file(directory_fd, lock_name, umask)
+    _write_mark(fd, owner)
+    return fd
+
+
+def _write_mark(fd: int, owner: str) -> None:
+    """Where there is no room for it, the lock works all the same."""
+    if owner:
+        with contextlib.suppress(OSError):
+            os.pwrite(fd, _mark(owner), 0)
 
 
 def _open_existing(directory_fd: int, lock_name: str) -> int | None:

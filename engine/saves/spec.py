@@ -1,5 +1,6 @@
 """What a request asks to be saved: layers, rows, dtype, target and the small tensors stored beside them."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -130,6 +131,11 @@ class SaveSpec:
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The file's `__metadata__` as far as it is known at submission (`user.*` included)."""
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What log lines about the save say of it."""
+        return {name: text for name, text in self.metadata.items() if name == "request_id"} | {"save_id": self.save_id}
+
 
 @dataclass(frozen=True)
 class SavedFile:
@@ -155,3 +161,5 @@ class SaveEvent:
     error: SaveError | None = None
     seconds: float = 0.0
     """For the last three: time from the last computed token to the end of the save."""
+    time_ns: int = field(default_factory=time.time_ns, compare=False)
+    """When it happened, in nanoseconds since 1970."""

@@ -15,7 +15,8 @@ from engine.saves.builder import FileBuilder, WriterOptions
 from engine.saves.chunk import RowChunk, SaveEnd
 from engine.saves.compute_threads import keep_to_one_compute_thread
 from engine.saves.convert import Scratch
-from engine.saves.file import disk_error, new_digest
+from engine.saves.digest import new_digest
+from engine.saves.file import disk_error
 from engine.saves.job import Operation, SaveJob
 from engine.saves.patience import TryLater
 from engine.saves.spec import Durability, SavedFile, SaveEvent, SaveSpec
@@ -85,14 +86,14 @@ class SaveWriter:
         """Time spent in writing and in fsync, over all threads."""
         return self._seconds
 
-    def begin(self, spec: SaveSpec, *, num_rows: int | None, max_rows: int) -> SaveJob:
+    def begin(self, spec: SaveSpec, *, num_rows: int | None, max_rows: int, end: Callable[[], SaveEnd] | None = None) -> SaveJob:
         """Takes over the spec's target; nothing is created before there is something to write.
 
-        `num_rows`: how many rows will be kept, where that is known; `max_rows`: how many at most. Raises `EngineUnavailable` once
-        the writer has been closed.
+        `num_rows`: how many rows will be kept, where that is known; `max_rows`: how many at most; `end`: makes what `finish` will be
+        given, where that is known. Raises `EngineUnavailable` once the writer has been closed.
         """
         stop = threading.Event()
-        builder = FileBuilder(spec, self._pages, self._options, stop, num_rows=num_rows, max_rows=max_rows)
+        builder = FileBuilder(spec, self._pages, self._options, stop, num_rows=num_rows, max_rows=max_rows, end=end)
         job = SaveJob(self, spec, builder, stop)
         with self._lock:
             if self._closing:
@@ -146,7 +147,7 @@ class SaveWriter:
             if job.ended:
                 return
             job.ended = last
-            self._guard(lambda: self._on_event(event))
+            self._guard(lambda: self._on_event(event), job)
 
     # The threads.
 
@@ -252,7 +253,7 @@ class SaveWriter:
             return job.decided
 
     def _published(self, job: SaveJob, file: SavedFile) -> None:
-        self._guard(job.spec.target.published)
+        self._guard(job.spec.target.published, job)
         self._end(job, SaveEvent(job.spec.save_id, "completed", file, seconds=job.seconds_since_finish()))
 
     def _abandon(self, job: SaveJob) -> None:
@@ -265,8 +266,8 @@ class SaveWriter:
         if job.ended:
             return
         assert job.error is not None
-        self._guard(job.builder.discard)
-        self._guard(job.spec.target.abandoned)
+        self._guard(job.builder.discard, job)
+        self._guard(job.spec.target.abandoned, job)
         status: FinalStatus = "cancelled" if job.error.code == "cancelled" else "failed"
         self._end(job, SaveEvent(job.spec.save_id, status, error=job.error, seconds=job.seconds_since_finish()))
 
@@ -286,12 +287,12 @@ class SaveWriter:
             return error
         if isinstance(error, OSError):
             return disk_error(error, job.spec.target.path)
-        logger.error("save %s failed for a reason that was not foreseen", job.spec.save_id, exc_info=error)
+        logger.error("a save failed for a reason that was not foreseen", exc_info=error, extra={"fields": job.spec.log_fields})
         return SaveError("engine_error", f"writing failed: {type(error).__name__}: {error}")
 
-    def _guard(self, callback: Callable[[], None]) -> None:
-        """Runs foreign code that must not end a writer thread."""
+    def _guard(self, callback: Callable[[], None], job: SaveJob | None = None) -> None:
+        """Runs foreign code that must not end a writer thread; `job` is the save that it belongs to."""
         try:
             callback()
         except BaseException:
-            logger.exception("a callback of the save writer failed")
+            logger.exception("a callback of the save writer failed", extra={"fields": {} if job is None else job.spec.log_fields})

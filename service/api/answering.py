@@ -1,6 +1,7 @@
 """How a request for a completion is answered, of whatever form its prompt and its answer are."""
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -12,11 +13,15 @@ from service.api.bodies import accepted_answer, encoded, replayed_answer, whole_
 from service.api.stream import CompletionStream, EventStream, replayed_events
 from service.errors import NotServing, SaveFailed
 from service.generation import Generation
+from service.logs import lines_of_saves
+from service.prompts import PreparedPrompt
 from service.records import SaveRecord
 from service.schemas.answers import ERRORS, ErrorAnswer
 from service.schemas.generation import GenerationRequest
 from service.services import Services
 from service.strict_json import check_text
+
+log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """What nginx logs for a client that left; nobody reads it."""
@@ -42,6 +47,9 @@ async def answer(services: Services, body: GenerationRequest, request: Request, 
     check_text(await request.body(), raw_body)
     plan = await make_plan(services, body, request.state.request_id, raw_body, owner)
     started = await admit(services, plan)
+    lines_of_saves(_save_ids(started))
+    if services.settings.log_prompts:
+        log.info("prompts", extra={"fields": {"prompts": [_shown(services, prompt) for prompt in plan.prompts]}})
     request.state.admitted = True
     if isinstance(started, Replay):
         services.metrics.request_ended("replayed")
@@ -52,6 +60,19 @@ async def answer(services: Services, body: GenerationRequest, request: Request, 
     if body.stream:
         return EventStream(CompletionStream(services, plan, started).events(), started)
     return await _answer(services, plan, started, request)
+
+
+def _shown(services: Services, prompt: PreparedPrompt) -> str | list[int]:
+    """A prompt for the log, as text where there is any."""
+    if prompt.text is not None:
+        return prompt.text
+    return prompt.token_ids if services.tokenizer is None else services.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def _save_ids(started: Generation | Replay) -> list[str]:
+    if isinstance(started, Replay):
+        return [record.id for record in started.records]
+    return [choice.save.id for choice in started.choices if choice.save is not None]
 
 
 async def _answer(services: Services, plan: Plan, generation: Generation, request: Request) -> Response:

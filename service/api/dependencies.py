@@ -6,6 +6,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from service.exceptions import NotFound
+from service.logs import lines_of_saves
 from service.records import SaveRecord
 from service.runtime import Runtime
 from service.services import Services
@@ -44,4 +45,5 @@ async def own_record(services: Services, owner: str | None, save_id: str) -> Sav
     record = await asyncio.wrap_future(services.registry.get(save_id))
     if record is None or (owner is not None and record.owner != owner):
         raise NotFound("there is no such save", param="save_id")
+    lines_of_saves([record.id])
     return record

@@ -126,13 +126,13 @@ def saved_files(root: Path) -> dict[str, str]:
     return found
 
 
-def check_nothing_is_left(root: Path, *, killed: bool = False) -> None:
-    """No temporary file, no held lock, no lock file without its file: that a kill between a claim and its record may leave, empty."""
+def check_nothing_is_left(root: Path) -> None:
+    """No temporary file, no held lock, no lock file without its file."""
     assert list(root.rglob("*.part")) == []
     for lock in root.rglob("*.lock"):
         with lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert lock.with_suffix("").exists() or (killed and not lock.stat().st_size), f"{lock} is left"
+        assert lock.with_suffix("").exists(), f"{lock} is left"
 
 
 def registry_rows(state: Path) -> list[sqlite3.Row]:

@@ -59,7 +59,7 @@ class World:
     def num_calls(self, site: str, match: str) -> int:
         """How often a save that goes well makes this call."""
         if match not in self.calls:
-            self.disk.fail("linkat", match=match)  # Never made where renameat2 works.
+            self.disk.fail("linkat", match=match)  # With no error: it only counts.
             self.saved(self.save())
             self.calls[match] = self.disk.counts()
         return self.calls[match][site]
@@ -97,7 +97,7 @@ def careless(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def match_of(site: str) -> str:
     """Where a call is made for the lock file, too, that of the temporary file is meant."""
-    return ".part" if site in ("create", "fchmod") else ""
+    return ".part" if site in ("create", "fchmod", "pwrite", "pread") else ""
 
 
 def case_id(value: object) -> str:
@@ -216,19 +216,38 @@ def test_a_replacement_that_fails_leaves_the_old_file(careful: World) -> None:
 
 
 CLAIMS = [
-    ("create", errno.ENOSPC, 507, "no_space"),
-    ("create", errno.EDQUOT, 507, "no_space"),
-    ("create", errno.EIO, 500, "io_error"),
+    ("linkat", errno.ENOSPC, 507, "no_space"),
+    ("linkat", errno.EDQUOT, 507, "no_space"),
+    ("linkat", errno.EIO, 500, "io_error"),
     ("fchmod", errno.EIO, 500, "io_error"),
     ("flock", errno.EIO, 500, "io_error"),
     ("flock", errno.ENOLCK, 500, "io_error"),
 ]
+UNNAMED = "(deleted)"
+"""How the kernel calls a file that was made without a name, such as a lock file, also when it has got one."""
 
 
 @pytest.mark.parametrize(("site", "error", "status", "code"), CLAIMS, ids=case_id)
 def test_a_lock_file_that_can_not_be_had_is_a_refusal(careful: World, site: str, error: int, status: int, code: str) -> None:
-    careful.disk.fail(site, error, match=".lock")
+    careful.disk.fail(site, error, match=".lock" if site == "linkat" else UNNAMED)
     refused(careful, careful.save(), status, code)
+    careful.check_clean()
+
+
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EPERM, errno.ENOENT], ids=name_of)
+def test_a_file_system_on_which_no_unnamed_file_gets_a_name_has_lock_files_all_the_same(careful: World, error: int) -> None:
+    careful.disk.fail("linkat", error, match=".lock")
+    careful.saved(careful.save())
+    assert careful.disk.fired == 1
+    careful.check_clean()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=name_of)
+@pytest.mark.parametrize("site", ["pwrite", "pread"])
+def test_a_lock_file_without_its_mark_or_with_one_too_many_does_not_fail_a_save(careful: World, site: str, error: int) -> None:
+    careful.disk.fail(site, error, match=UNNAMED, times=FOR_EVER)
+    careful.saved(careful.save())
+    assert careful.disk.fired == 1
     careful.check_clean()
 
 
@@ -239,8 +258,8 @@ def test_a_temporary_file_that_can_not_be_locked_fails_the_save(careful: World) 
 
 
 def test_a_lock_that_can_not_be_given_back_ends_with_its_descriptor(careful: World) -> None:
-    assert careful.num_calls("flock", ".lock") == 2
-    careful.disk.fail("flock", errno.EIO, match=".lock", nth=2)
+    calls = careful.num_calls("flock", UNNAMED)
+    careful.disk.fail("flock", errno.EIO, match=UNNAMED, nth=calls)
     careful.saved(careful.save())
     assert careful.disk.fired == 1
     careful.check_clean()

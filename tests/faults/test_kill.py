@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from service.launcher import LaunchError, ServiceProcess
 from tests.faults.children import (
+    RUN,
     Child,
     check_file,
     check_nothing_is_left,
@@ -180,7 +184,7 @@ def kill_while_it_starts(arguments: list[str], seconds: float) -> None:
 
 
 def check_promises(child: Child, ledger: Ledger, root: Path, state: Path) -> dict[str, int]:
-    check_nothing_is_left(root, killed=True)
+    check_nothing_is_left(root)
     statuses = check_records(state, root)
     assert set(statuses) <= {"completed", "failed"}
     files, order = saved_files(root), [row["id"] for row in registry_rows(state)]
@@ -212,6 +216,8 @@ def test_a_kill_at_any_moment_loses_and_tears_nothing(
     arguments = flags(model_folder, root, state, "--max-batch-tokens", "128")
     ledger, moments = Ledger(), random.Random(1)
     statuses: dict[str, int] = {}
+    for number in range(NUM_CLIENTS):
+        (root / f"client-{number}").mkdir(parents=True)  # a name without a slash stands for a directory only where there is one
     for number in range(KILLS):
         if number % 8 == 7:
             kill_while_it_starts(arguments, moments.uniform(1.0, 3.0))
@@ -228,3 +234,39 @@ def test_a_kill_at_any_moment_loses_and_tears_nothing(
     print(counts)
     assert ledger.count > KILLS
     assert statuses["failed"], "no kill has hit a save"
+
+
+DIES_WITH_A_LOCK = """
+import os
+from {module} import {owner}
+def dying(*arguments, **options):
+    os.kill(os.getpid(), 9)
+{owner}.{name} = dying
+"""
+MOMENTS = {"the lock is had": ("service.space", "Space", "reserve"), "room is reserved": ("service.registry", "Registry", "insert")}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_between_a_lock_and_its_record_leaves_nothing_after_a_start(model_folder: Path, tmp_path: Path, moment: str) -> None:
+    root = tmp_path / "saves"
+    arguments = flags(model_folder, root, tmp_path / "state")
+    module, owner, name = MOMENTS[moment]
+    patch = DIES_WITH_A_LOCK.format(module=module, owner=owner, name=name)
+    with subprocess.Popen([sys.executable, "-c", patch + RUN, "serve", *arguments], stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout is not None
+        url = dying.stdout.readline().split()[-1]
+        body = {"prompt": "Hello", "max_tokens": 1, "kv_transfer_params": {"hidden_states_path": "dir/x.safetensors"}}
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=120, trust_env=False)
+    assert dying.returncode == -signal.SIGKILL
+    lock, others = root / "dir/x.safetensors.lock", [root / "dir/y.lock", root / "dir/z.lock"]
+    assert lock.exists()
+    others[0].touch()
+    others[1].write_text(lock.read_text().replace("strata ", "strata 0"))
+    with running(flags(model_folder, root, tmp_path / "another")):
+        assert lock.exists(), "another service has removed it"
+    with running(arguments) as child:
+        assert not lock.exists()
+        assert child.records() == []
+        assert child.complete(**body).status_code == 200
+    assert all(other.exists() for other in others)

@@ -52,6 +52,10 @@ class World:
     def part(self) -> Path:
         return self.root / f"dir/.{SAVE_ID}.part"
 
+    def leave_lock(self) -> None:
+        """The lock file as this service has it while a file is written."""
+        self.lock.write_text(f"strata {self.registry.service_id}\n")
+
     def crash(self, **changes: Any) -> SaveRecord:  # noqa: ANN401 - fields of SaveRecord
         """The record of a save that was being written to `file`."""
         plain = SaveRecord(SAVE_ID, str(self.file), "request", "model", (1, 2), "float32", created=1.0, status="writing")
@@ -117,7 +121,7 @@ def test_a_second_name_that_publishing_by_link_has_left_is_removed(world: World)
 def test_a_save_that_was_not_published_is_failed_and_leaves_nothing(world: World, status: str) -> None:
     world.crash(status=status)
     world.part.write_bytes(states()[:100])
-    world.lock.touch()
+    world.leave_lock()
     expect_interrupted(world)
     assert list(world.file.parent.iterdir()) == []
 
@@ -141,7 +145,8 @@ def test_recovering_twice_changes_nothing_more(world: World) -> None:
 
 def test_what_somebody_holds_a_lock_on_is_left(world: World) -> None:
     world.crash()
-    with world.part.open("wb") as part, world.lock.open("wb") as lock:
+    world.leave_lock()
+    with world.part.open("wb") as part, world.lock.open("r+b") as lock:
         fcntl.flock(part, fcntl.LOCK_EX)
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert recover(world.registry, world.roots).failed == 1
@@ -159,6 +164,69 @@ def test_the_file_of_another_save_under_the_name_is_left_with_its_lock_file(worl
     assert world.lock.exists()
 
 
+FOREIGN_MARKS = ["", f"strata {OTHER_ID}\n", "strata", "1234\n", "strata \n"]
+
+
+@pytest.mark.parametrize("content", FOREIGN_MARKS)
+def test_a_lock_file_that_the_service_has_not_made_is_left(world: World, content: str) -> None:
+    world.crash()
+    world.lock.write_text(content)
+    expect_interrupted(world)
+    assert clean_parts(world.roots, owner=world.registry.service_id, now=time.time() + MUCH_LATER) == 0
+    assert world.lock.read_text() == content
+
+
+def test_a_lock_file_without_a_record_is_removed_where_the_service_has_made_it_and_its_file_never_came(world: World) -> None:
+    mine = f"strata {world.registry.service_id}\n"
+    orphan, held, published, linked = (world.root / f"dir/{name}.lock" for name in ("orphan", "held", "published", "linked"))
+    for lock in (orphan, held, published):
+        lock.write_text(mine)
+    (world.root / "dir/published").write_bytes(states())
+    (world.base / "outside/secret.lock").write_text(mine)
+    linked.symlink_to(world.base / "outside/secret.lock")
+    foreign = [world.root / f"dir/{number}.lock" for number in range(len(FOREIGN_MARKS))]
+    for lock, content in zip(foreign, FOREIGN_MARKS, strict=True):
+        lock.write_text(content)
+    with held.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert clean_parts(world.roots) == 0
+        assert clean_parts(world.roots, owner=world.registry.service_id) == 1
+    assert not orphan.exists()
+    assert [lock for lock in (held, published, linked, *foreign, world.base / "outside/secret.lock") if not lock.exists()] == []
+
+
+def test_the_lock_of_others_is_not_taken_even_for_a_moment(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*_: object) -> None:
+        raise AssertionError("a lock was taken")
+
+    world.lock.write_text(f"strata {OTHER_ID}\n")
+    monkeypatch.setattr(fcntl, "flock", taken)
+    assert clean_parts(world.roots, owner=world.registry.service_id) == 0
+
+
+def test_a_file_that_is_published_before_the_lock_is_had_keeps_its_lock_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.leave_lock()
+    flock = fcntl.flock
+
+    def publish_then_lock(fd: int, operation: int) -> None:
+        world.file.write_bytes(states())
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", publish_then_lock)
+    assert clean_parts(world.roots, owner=world.registry.service_id) == 0
+    assert world.lock.exists()
+
+
+def test_a_service_keeps_its_name_and_has_it_alone(world: World, tmp_path: Path) -> None:
+    name = world.registry.service_id
+    world.registry.close()
+    again, other = Registry(world.base / "state"), Registry(tmp_path / "other")
+    assert again.service_id == name
+    assert other.service_id != name
+    again.close()
+    other.close()
+
+
 @pytest.mark.parametrize("lost_bytes", [1, 100])
 def test_a_file_of_the_save_that_lost_its_end_is_removed(world: World, lost_bytes: int) -> None:
     world.crash()
@@ -171,7 +239,7 @@ def test_a_file_of_the_save_that_lost_its_end_is_removed(world: World, lost_byte
 def test_a_file_is_kept_only_with_the_text_that_its_record_was_to_carry(world: World, kept: bool) -> None:
     world.crash(output={"text": "a", "token_ids": [1], "finish_reason": "length"} if kept else {}, idempotency_key="key")
     world.file.write_bytes(states())
-    world.lock.touch()
+    world.leave_lock()
     if kept:
         assert recover(world.registry, world.roots) == Recovered(completed=1, failed=0)
     else:
@@ -345,7 +413,7 @@ from service.targets import Targets
 
 base = Path(sys.argv[2])
 registry = Registry(base / "state")
-targets = Targets(SaveRoots([str(base / "saves")]))
+targets = Targets(SaveRoots([str(base / "saves")]), owner=registry.service_id)
 open_files = []
 for number in range(8):
     save_id = f"{number:032x}"

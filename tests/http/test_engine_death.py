@@ -131,3 +131,21 @@ def test_one_bad_request_hears_a_500_and_its_neighbours_their_text(services: Ser
         service.settled()
         assert "strata_step_failures_total 1.0" in service.client.get("/metrics").text
         assert len(list(service.root.rglob("*.safetensors"))) == 5
+
+
+def test_bad_requests_in_a_row_each_hear_a_500_and_the_service_stays_healthy(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = ModelRunner.execute
+
+    def stumbles(runner: ModelRunner, batch: Batch) -> StepResult:
+        if any(len(chunk.sequence.request.prompt_token_ids) == 8 for chunk in batch.chunks):
+            raise RuntimeError("the model stumbled")
+        return execute(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", stumbles)
+    with services.run() as service:
+        answers = [service.complete(**BODY | SAVES | {"prompt": "Goodbye"}) for _ in range(6)]
+        assert [(answer.status_code, answer.json()["error"]["code"]) for answer in answers] == [(500, "engine_error")] * 6
+        assert service.client.get("/health").status_code == 200
+        assert service.complete(**BODY | SAVES).status_code == 200
+        service.settled()
+        assert "strata_step_failures_total 6.0" in service.client.get("/metrics").text

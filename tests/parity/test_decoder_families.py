@@ -16,6 +16,9 @@ from engine.cache.spec import LayerKV
 from engine.errors import ModelError
 from engine.models.base import AttentionOptions, ForwardBatch, Model
 from engine.models.loader import load_model, read_model_config
+from engine.models.ops import NativeOps, Ops, TorchOps
+from engine.native.compiler import NoKernels
+from engine.native.kernels import load_kernels
 
 if TYPE_CHECKING:
     from tests.parity.conftest import ReferenceStates, TinyModel
@@ -77,12 +80,27 @@ def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opt
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
+def native_ops(dtype: torch.dtype) -> NativeOps:
+    try:
+        return NativeOps(load_kernels(dtype, threads=2))
+    except NoKernels as error:
+        pytest.skip(f"no native kernels here: {error}")
+
+
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """What computes between the matrix products, in float32."""
+    return native_ops(torch.float32) if request.param == "native" else TorchOps()
+
+
 def prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 97, (length,), generator=generator).tolist() for length in lengths]
 
 
-def run(model: Model, sequences: Sequence[list[int]], rows_at_layer: Sequence[int] | None = None) -> list[torch.Tensor]:
+def run(
+    model: Model, sequences: Sequence[list[int]], rows_at_layer: Sequence[int] | None = None, final_rows: list[int] | None = None
+) -> list[torch.Tensor]:
     """The captured states: ids 0 … the deepest that ran."""
     lengths = [len(sequence) for sequence in sequences]
     states: list[torch.Tensor] = []
@@ -92,9 +110,10 @@ def run(model: Model, sequences: Sequence[list[int]], rows_at_layer: Sequence[in
         rows_at_layer=rows_at_layer if rows_at_layer is not None else [sum(lengths)] * model.config.num_layers,
         attention=DenseAttention(lengths),
         capture=lambda layer, hidden: states.insert(layer, hidden),
+        final_rows=None if final_rows is None else torch.tensor(final_rows, dtype=torch.int64),
     )
     last = model.forward(batch)
-    assert last.shape == (batch.rows_at_layer[-1], model.config.hidden_size)
+    assert last.shape == (batch.rows_at_layer[-1] if final_rows is None else len(final_rows), model.config.hidden_size)
     assert torch.equal(last, states[-1][: len(last)])
     return states
 
@@ -116,13 +135,13 @@ def assert_equals_reference(model: Model, states: Sequence[torch.Tensor], refere
     assert_close(model.logits(normed), torch.cat([reference.logits for reference in references]))
 
 
-def load(folder: Path, max_model_len: int | None = None) -> Model:
-    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=max_model_len)
+def load(folder: Path, max_model_len: int | None = None, ops: Ops | None = None) -> Model:
+    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=max_model_len, ops=ops)
 
 
-def check(tiny: TinyModel, lengths: Sequence[int] = LENGTHS, max_model_len: int | None = None) -> None:
+def check(tiny: TinyModel, lengths: Sequence[int] = LENGTHS, max_model_len: int | None = None, ops: Ops | None = None) -> None:
     sequences = prompts(lengths)
-    model = load(tiny.folder, max_model_len)
+    model = load(tiny.folder, max_model_len, ops)
     assert_equals_reference(model, run(model, sequences), [tiny.states(sequence) for sequence in sequences])
 
 
@@ -171,9 +190,9 @@ LONG_ONLY = {"longrope, attention factor": (40, 33, 47)}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_row_of_every_layer_equals_transformers(tiny_model: MakeModel, case: str) -> None:
+def test_every_row_of_every_layer_equals_transformers(tiny_model: MakeModel, case: str, ops: Ops) -> None:
     family, settings = CASES[case]
-    check(tiny_model(family, **settings), LONG_ONLY.get(case, LENGTHS))
+    check(tiny_model(family, **settings), LONG_ONLY.get(case, LENGTHS), ops=ops)
 
 
 def test_longrope_uses_the_short_set_where_the_limit_is_the_original_context(tiny_model: MakeModel) -> None:
@@ -214,11 +233,13 @@ def test_a_checkpoint_of_another_dtype_is_converted(tiny_model: MakeModel, tmp_p
         assert torch.equal(half, full)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_bfloat16_rows_stay_near_transformers_in_bfloat16(tiny_model: MakeModel, family: str) -> None:
+def test_bfloat16_rows_stay_near_transformers_in_bfloat16(tiny_model: MakeModel, family: str, native: bool) -> None:
     tiny = tiny_model(family, seed=2, hidden_size=96)  # the square root of the width isn't a bfloat16
     reference = type(tiny.reference).from_pretrained(tiny.folder, dtype=torch.bfloat16, attn_implementation="eager")
-    model = load_model(tiny.folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+    ops = native_ops(torch.bfloat16) if native else None
+    model = load_model(tiny.folder, device=torch.device("cpu"), dtype=torch.bfloat16, ops=ops)
     [sequence] = prompts((20,))
     states = run(model, [sequence])
     expected = reference(torch.tensor([sequence]), output_hidden_states=True).hidden_states
@@ -230,16 +251,30 @@ def test_bfloat16_rows_stay_near_transformers_in_bfloat16(tiny_model: MakeModel,
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_narrowed_rows_equal_those_of_the_whole_batch(tiny_model: MakeModel, family: str) -> None:
+def test_narrowed_rows_equal_those_of_the_whole_batch(tiny_model: MakeModel, family: str, ops: Ops) -> None:
     tiny = tiny_model(family)
     sequences = prompts((11, 4, 9))
-    model = load(tiny.folder)
+    model = load(tiny.folder, ops=ops)
     rows = [24, 15, 15, 11, 11, 11][: model.config.num_layers]
     references = [tiny.states(sequence) for sequence in sequences]
     states = run(model, sequences, rows)
     assert [len(hidden) for hidden in states] == [24, *rows]
     for layer, hidden in enumerate(states):
         assert_close(hidden, torch.cat([reference.layers[layer] for reference in references])[: len(hidden)])
+
+
+@pytest.mark.parametrize("final_rows", [[], [10], [0, 3, 4, 14]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_only_the_rows_that_are_wanted_leave_the_last_layer(tiny_model: MakeModel, family: str, final_rows: list[int], ops: Ops) -> None:
+    tiny = tiny_model(family)
+    sequences = prompts((11, 4, 9))
+    model = load(tiny.folder, ops=ops)
+    rows = [24, 24, 15, 15, 15, 15][: model.config.num_layers]
+    states = run(model, sequences, rows, final_rows)
+    assert [len(hidden) for hidden in states] == [24, *rows[:-1], len(final_rows)]
+    if final_rows:
+        references = [tiny.states(sequence) for sequence in sequences]
+        assert_close(states[-1], torch.cat([reference.layers[-1] for reference in references])[final_rows])
 
 
 def test_layers_that_nobody_needs_do_not_run(tiny_model: MakeModel) -> None:
@@ -255,8 +290,8 @@ def test_only_embeddings(tiny_model: MakeModel) -> None:
     assert_close(embeddings, tiny.states(sequence).layers[0])
 
 
-def test_captured_states_are_not_written_again(tiny_model: MakeModel) -> None:
-    model = load(tiny_model("llama").folder)
+def test_captured_states_are_not_written_again(tiny_model: MakeModel, ops: Ops) -> None:
+    model = load(tiny_model("llama").folder, ops=ops)
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     batch = ForwardBatch(
         token_ids=torch.arange(9),

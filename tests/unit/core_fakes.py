@@ -30,6 +30,7 @@ from engine.sampler import SampledToken
 from engine.saves.chunk import RowChunk, SaveEnd
 from engine.saves.spec import ALL_ROWS, RowSelection, SaveEvent, SaveSpec
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 
 NUM_LAYERS, VOCAB, MAX_MODEL_LEN, WINDOW = 3, 5, 40, 5
 
@@ -159,8 +160,15 @@ class FakeRunner:
                 sequence, position = rows[row]
                 key = (sequence.request.request_id, layer, position)
                 assert key not in self._captured, "a row is captured twice"
+                assert _may_be_kept(sequence, position), "a row that nobody keeps is captured"
                 self._captured.add(key)
                 self.store.rows[slot] = value_of(layer, sequence.token_ids[: position + 1], sequence.request.cache_salt)
+
+
+def _may_be_kept(sequence: Sequence, position: int) -> bool:
+    capture = sequence.capture
+    assert capture is not None
+    return capture.total is None or any(low <= position < high for low, high in capture.spec.rows.ranges(capture.total))
 
 
 def _rows_of_batch(batch: Batch, layer: LayerId, rows: torch.Tensor) -> torch.Tensor:
@@ -235,6 +243,7 @@ class Bench:
         page_size: int = 2,
         pages: int = 60,
         budget: int = 64,
+        mixed: int | None = None,
         max_running: int = 16,
         prefix_cache: bool = True,
         max_rows: int | None = None,
@@ -245,7 +254,14 @@ class Bench:
         self.store = StateStore(pages + 1, page_size, 1, torch.float32, poison=True)
         self.prefixes = PrefixFinder(self.kv, page_size, enabled=prefix_cache)
         self.limits = RequestLimits(NUM_LAYERS, VOCAB, MAX_MODEL_LEN, self.kv, page_size, pages, max_rows)
-        self.scheduler = Scheduler(self.kv, self.prefixes, max_batch_tokens=budget, max_running=max_running, max_capture_rows=max_rows)
+        self.scheduler = Scheduler(
+            self.kv,
+            self.prefixes,
+            max_batch_tokens=budget,
+            max_running=max_running,
+            max_mixed_tokens=mixed,
+            max_capture_rows=max_rows,
+        )
         self.runner = runner(self.kv, self.store)
         self.listener = Listener()
         self.released: list[List[int]] = []

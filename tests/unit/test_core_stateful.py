@@ -27,12 +27,21 @@ class CoreMachine(RuleBasedStateMachine):
         spare=st.integers(0, 6),
         pages=st.integers(6, 24),
         budget=st.integers(1, 24),
+        mixed=st.sampled_from([None, None, 2, 5]),
         running=st.integers(1, 4),
         prefix_cache=st.sampled_from([True, True, True, False]),
         max_rows=st.sampled_from([None, 5, 9]),
     )
     def build(
-        self, sizes: tuple[int, int, int], spare: int, pages: int, budget: int, running: int, prefix_cache: bool, max_rows: int | None
+        self,
+        sizes: tuple[int, int, int],
+        spare: int,
+        pages: int,
+        budget: int,
+        mixed: int | None,
+        running: int,
+        prefix_cache: bool,
+        max_rows: int | None,
     ) -> None:
         full, sliding, page = sizes
         self.bench = Bench(
@@ -43,6 +52,7 @@ class CoreMachine(RuleBasedStateMachine):
             page_size=page,
             pages=pages,
             budget=budget,
+            mixed=mixed,
             max_running=running,
             prefix_cache=prefix_cache,
             max_rows=max_rows,

@@ -11,7 +11,7 @@ from service.metrics import Metrics
 from service.space import Disk
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-SERIES = r"strata_[a-z_]+"
+SERIES = r"(?:strata|process)_[a-z_]+"
 
 
 @dataclass
@@ -46,13 +46,14 @@ def exported() -> set[str]:
     """Names as Prometheus sees them, but for the `_created` that the client library adds to counters and histograms."""
     metrics = Metrics()
     metrics.watch_engine(engine_stats)
+    metrics.watch_state(lambda: "ok", ("ok",))
     metrics.watch_space(FullSpace())
     names = re.findall(rf"^# TYPE ({SERIES}) ", metrics.exposition().decode(), flags=re.MULTILINE)
     return {name for name in names if not name.endswith("_created")}
 
 
 def test_the_operations_page_names_every_metric() -> None:
-    table = "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `strata_"))
+    table = "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith(("| `strata_", "| `process_")))
     assert set(re.findall(f"`({SERIES})`", table)) == exported()
 
 

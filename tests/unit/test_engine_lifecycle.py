@@ -125,6 +125,29 @@ def test_seeded_text_and_saved_rows_are_the_same_whether_or_not_a_neighbour_fail
     assert sorted(path.name for path in (tmp_path / "beside").iterdir()) == [f"r{i}" for i in range(5)]
 
 
+def test_bad_requests_one_after_the_other_leave_the_engine_as_it_was(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, recorder = start(prefix_cache=False)
+    engine.submit(make_request("before", tmp_path))
+    finish(engine)
+
+    def is_bad(runner: ModelRunner, batch: Batch) -> bool:
+        return any(chunk.sequence.request.request_id.startswith("bad") for chunk in batch.chunks)
+
+    failing(monkeypatch, ModelRunner, "_execute", is_bad)
+    for i in range(7):
+        engine.submit(make_request(f"bad{i}", tmp_path))
+        finish(engine)
+        assert recorder.ends(f"bad{i}") == [("error", StepFailed)]
+    engine.submit(make_request("after", tmp_path))
+    finish(engine)
+    engine.check_integrity()
+    assert (engine.state, engine.stats().step_failures_total) == ("running", 7)
+    assert recorder.tokens("after") == recorder.tokens("before")
+    rows, wanted = load_file(tmp_path / "after"), load_file(tmp_path / "before")
+    assert all((rows[name] == wanted[name]).all() for name in wanted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "before"]
+
+
 def test_where_every_second_attempt_at_a_step_fails_seeded_text_is_what_it_would_be(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[list[int]]:
         engine, recorder = start()

@@ -1,5 +1,7 @@
 """The compiled kernels against torch's operators; where there is no C compiler, that torch takes over and says why."""
 
+import errno
+import os
 import platform
 from pathlib import Path
 
@@ -8,10 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention.facade import GroupPlan, SequencePlan
+from engine.attention.sdpa import SdpaBackend
+from engine.models.base import AttentionOptions
 from engine.models.norm import RMSNorm
 from engine.models.ops import NativeOps, TorchOps
 from engine.models.rope import DefaultRope, RotaryAngles, RotaryTable
 from engine.native import compiler
+from engine.native import kernels as native
 from engine.native.compiler import FAMILIES, NoKernels, compile_library, find_library
 from engine.native.kernels import Kernels, load_kernels
 
@@ -153,6 +159,18 @@ def test_attention_reads_its_own_positions_and_nothing_else(
     assert out[0].isnan().all(), "a row of no sequence was written"
 
 
+def test_attention_over_heads_that_are_too_wide_for_the_kernels_is_left_to_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+    head_dim, end = native.MAX_HEAD_DIM + 2, 3
+    query, key, value = (states(1, heads, head_dim, dtype=dtype) for heads in (4, 2, 2))
+    attended = []
+    for those in (kernels, None):
+        keys, values = (states(1, 3, 2, 2, head_dim, dtype=dtype) for _ in range(2))  # blocks of two
+        group = GroupPlan((0,), 2, keys, values, [[1, 2]])
+        context = SdpaBackend(torch.device("cpu"), those).plan([SequencePlan(end - 1, 1)], [group])
+        attended.append(context.attend(0, query, key, value, AttentionOptions(head_dim**-0.5)))
+    assert torch.equal(*attended)
+
+
 def test_a_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(NoKernels, match="not written for float16"):
         load_kernels(torch.float16, THREADS)
@@ -167,6 +185,61 @@ def test_libraries_are_compiled_once_and_kept(tmp_path: Path) -> None:
     assert find_library(tmp_path) == first
     assert first.stat().st_mtime_ns == written
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+@pytest.fixture
+def own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Made in a folder of its own, under a umask that forbids nothing, by a compiler that only makes the file."""
+    quick = tmp_path / "quick-cc"
+    quick.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    quick.chmod(0o755)
+    monkeypatch.setenv("CC", str(quick))
+    monkeypatch.setattr(compiler, "PREBUILT", tmp_path / "none")
+    before = os.umask(0)
+    try:
+        return find_library(tmp_path / "kernels")
+    except NoKernels as error:
+        pytest.skip(str(error))
+    finally:
+        os.umask(before)
+
+
+def test_what_was_compiled_under_a_loose_umask_can_be_loaded(own_library: Path) -> None:
+    assert find_library(own_library.parent) == own_library
+
+
+@pytest.mark.parametrize("part", ["library", "folder"])
+def test_a_library_that_others_may_write_to_is_not_loaded(own_library: Path, part: str) -> None:
+    (own_library if part == "library" else own_library.parent).chmod(0o777)
+    with pytest.raises(NoKernels, match="others may write to it"):
+        find_library(own_library.parent)
+
+
+def test_a_library_of_another_user_is_not_loaded(own_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(own_library, 1, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: own_library.stat().st_uid + 1)
+    with pytest.raises(NoKernels, match="belongs to another user"):
+        find_library(own_library.parent)
+
+
+def test_a_cache_that_cannot_be_looked_into_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(NoKernels, match="can't be read: Permission denied"):
+        find_library(tmp_path)
+
+
+def test_compute_threads_that_are_not_where_they_are_said_to_be_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f0000000000-7f0000001000 r-xp 00000000 08:01 42    /opt/my torch/libgomp.so.1\n")
+    monkeypatch.setattr(native, "_MAPS", maps)
+    monkeypatch.setattr(native, "find_library", lambda: tmp_path)
+    with pytest.raises(NoKernels, match="threads were not found: /opt/my torch/libgomp"):
+        load_kernels(torch.float32, THREADS)
 
 
 def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

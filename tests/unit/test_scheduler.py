@@ -67,6 +67,52 @@ def test_a_waiting_prompt_starts_beside_as_many_decodes_as_a_step_holds(budget: 
     assert bench.running[-1] == "prompt"
 
 
+def tokens_per_step(bench: Bench) -> list[int]:
+    return [sum(end - start for _, start, end in step) for step in bench.runner.steps]
+
+
+def test_a_step_with_a_single_token_in_it_is_smaller_than_one_of_prompts_alone() -> None:
+    bench = Bench(budget=16, mixed=4)
+    bench.add("decode", [0, 1, 2], max_tokens=6)
+    bench.step()
+    bench.add("prompt", LONG, salt="x")
+    bench.run()
+    assert tokens_per_step(bench) == [3] + [4] * 5 + [16, 4]
+    assert list(bench.steps_of("prompt").values()) == [3] * 5 + [16, 4]
+    bench.check_results()
+
+
+def test_a_bound_on_mixed_steps_above_the_budget_changes_nothing() -> None:
+    bench = Bench(budget=8, mixed=100)
+    bench.add("decode", [0, 1, 2], max_tokens=6)
+    bench.step()
+    bench.add("prompt", LONG, salt="x")
+    bench.run()
+    assert tokens_per_step(bench) == [3] + [8] * 5
+    bench.check_results()
+
+
+@pytest.mark.parametrize("num_decodes", [5, 8, 20])
+def test_prompts_and_decodes_both_go_on_where_a_mixed_step_does_not_hold_all_decodes(num_decodes: int) -> None:
+    bench = Bench(budget=64, mixed=8, max_running=40, full_blocks=800, sliding_blocks=800)
+    for i in range(num_decodes):
+        bench.add(f"decode{i}", [i % 5], max_tokens=39, salt="x" * i)
+    bench.step()
+    bench.add("prompt", [*LONG, 1], max_tokens=1)
+    before = len(bench.runner.steps)
+    for _ in range(20):
+        bench.step()
+    last = max(bench.steps_of("prompt"))
+    assert all(bench.steps_of("prompt")[step] >= 2 for step in range(before, last + 1)), "a quarter is the prompt's"
+    assert len(bench.tokens("prompt")) == 1
+    assert max(tokens_per_step(bench)[1:]) == 8
+    for i in range(num_decodes):
+        turns = sorted(bench.steps_of(f"decode{i}"))[1:]
+        assert max(later - earlier for earlier, later in pairwise(turns)) <= -(-num_decodes // 6), "six places for decodes"
+    bench.run()
+    bench.check_results()
+
+
 def test_prompts_share_what_decodes_leave_in_order_of_arrival() -> None:
     bench = Bench(budget=10)
     bench.add("first", LONG[:14], salt="a")
@@ -184,6 +230,16 @@ def test_a_step_in_which_everything_waits_for_pages_says_so() -> None:
     assert not bench.step()
     bench.write()
     assert bench.step()
+
+
+def test_text_goes_on_without_pages_once_the_rows_that_are_kept_have_theirs() -> None:
+    bench = Bench(pages=6)
+    bench.add("prompt rows", LONG[:5], max_tokens=12, layers=(1, 2))
+    for _ in range(12):
+        bench.step()  # and the disk writes nothing
+    assert len(bench.tokens("prompt rows")) == 12
+    bench.run()
+    bench.check_results()
 
 
 def test_a_request_starved_of_pages_yields_its_kv_to_a_waiting_plain_one() -> None:

@@ -101,3 +101,13 @@ def test_a_control_group_bounds_what_is_free(tmp_path: Path, monkeypatch: pytest
     assert host_memory_available() == 4 * 4096
     (tmp_path / "memory.current").write_text("30000\n")
     assert host_memory_available() == 0
+
+
+def test_a_control_group_of_the_first_version_bounds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "_CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("4096\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert host_memory_available() > 5 * 4096
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("20480\n")
+    assert host_memory_available() == 4 * 4096

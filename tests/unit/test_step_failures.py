@@ -15,6 +15,7 @@ import engine.core
 import engine.steps
 from engine.cache.sink import StagedSink
 from engine.errors import EngineError, SaveError, StepFailed
+from engine.probe import PROBE_REQUEST
 from engine.request import EngineRequest, SamplingParams
 from engine.saves.spec import SaveSpec
 from engine.steps import is_out_of_memory
@@ -122,6 +123,73 @@ def test_a_bad_request_does_not_count_as_a_broken_engine_while_others_can_be_com
     bench.run()
     bench.check_results(but=frozenset(faulty.bad))
     assert bench.core.num_step_failures == 8
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_any_number_of_bad_requests_in_a_row_fails_alone_and_the_engine_lives(runner: type[FaultyRunner]) -> None:
+    bench, faulty = make(runner, max_running=1)
+    faulty.bad = {f"bad{i}" for i in range(12)}
+    for i in range(12):
+        bench.add(f"bad{i}", PROMPT, max_tokens=2, layers=(1, "norm"), salt=f"{i}")
+        bench.step()
+        assert_failed(bench, f"bad{i}")
+        assert bench.kv.stats().referenced == bench.store.pool.stats().referenced == 0
+        bench.core.check_integrity()
+    bench.add("good", PROMPT, max_tokens=4, layers=(1, "norm"), output=True)
+    bench.run()
+    bench.check_results(but=frozenset(faulty.bad))
+    assert bench.core.num_step_failures == 12
+    assert faulty.computed[:12] == [[PROBE_REQUEST]] * 12
+
+
+def test_bad_requests_all_in_one_step_after_the_other_do_not_end_the_engine() -> None:
+    bench, faulty = make(max_running=4)
+    for i in range(24):
+        bench.add(f"bad{i}", PROMPT, max_tokens=1, salt=f"{i}")
+        faulty.bad.add(f"bad{i}")
+    bench.run()
+    bench.check_results(but=frozenset(faulty.bad))
+    assert bench.core.num_step_failures >= 6
+
+
+def test_a_runner_that_computes_nothing_ends_the_engine_after_three_steps() -> None:
+    bench, faulty = make(max_running=1)
+    bench.add("good", PROMPT, max_tokens=1)
+    bench.run()
+    faulty.error = RuntimeError("the device is lost")
+    for i in range(2):
+        bench.add(f"r{i}", PROMPT, max_tokens=1, salt=f"{i}")
+        bench.step()
+        assert_failed(bench, f"r{i}")
+    bench.add("r2", PROMPT, max_tokens=1, salt="2")
+    with pytest.raises(StepFailed, match="3 steps in a row"):
+        bench.step()
+    bench.core.check_integrity()
+
+
+def test_a_runner_that_recovers_in_time_has_all_its_attempts_again() -> None:
+    bench, faulty = make(max_running=1)
+    for i in range(9):
+        faulty.error = RuntimeError("the device stumbles") if i % 3 else None
+        faulty.bad = {f"r{i}"}
+        bench.add(f"r{i}", PROMPT, max_tokens=1, salt=f"{i}")
+        bench.step()
+        assert_failed(bench, f"r{i}")
+
+
+def test_where_others_hold_every_block_a_bad_request_proves_nothing() -> None:
+    bench, faulty = make(full_blocks=4, sliding_blocks=4, prefix_cache=False)
+    held = [group.pool.allocate() for group in bench.kv.groups for _ in range(3)]
+    faulty.bad = {"bad0", "bad1", "bad2", "bad3"}
+    for i in range(4):
+        bench.add(f"bad{i}", [1], layers=(1,), salt=f"{i}")  # one layer deep: the second group's last block is not its own
+        taken = bench.kv.groups[1].pool.allocate()
+        bench.step()
+        assert_failed(bench, f"bad{i}")
+        assert taken is not None
+        bench.kv.groups[1].pool.release(taken)
+    assert faulty.computed == []
+    assert None not in held
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -324,9 +392,8 @@ def test_under_random_faults_only_bad_requests_fail(
     doomed: set[str] = set()
     try:
         while bench.core.has_work:
-            # Never the last one that runs: that would be a step in which nothing can be computed.
             turned = data.draw(st.sampled_from([None, *names]))
-            faulty.bad = {turned} if turned is not None and len(bench.running) > 1 else set()
+            faulty.bad = set() if turned is None else {turned}
             faulty.room = data.draw(st.sampled_from([None, None, 1, 3, 9]))
             before = {name for name in names if name in bench.listener.outputs and ends(bench, name)[0] is not None}
             bench.step()

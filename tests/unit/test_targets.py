@@ -73,6 +73,15 @@ def test_whichever_end_comes_first_counts(targets: Targets, root: Path) -> None:
     other.abandoned()
 
 
+def test_a_lock_file_is_marked_for_its_service_until_the_file_is_published(root: Path) -> None:
+    roots = SaveRoots([str(root)])
+    target = claim(Targets(roots, owner="me"))
+    assert b"me" in (root / "dir/x.lock").read_bytes()
+    publish(target)
+    assert (root / "dir/x.lock").read_bytes() == b""
+    roots.close()
+
+
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_file_that_is_being_written_is_a_conflict_under_every_path_that_leads_to_it(targets: Targets, root: Path, replace: bool) -> None:
     target = claim(targets, "nested/x")
@@ -118,10 +127,10 @@ def test_an_existing_file_is_a_conflict_and_is_left_as_it_is(targets: Targets, r
 def test_a_file_that_another_service_publishes_before_the_lock_is_had_keeps_its_lock_file(
     targets: Targets, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def publish_then_lock(directory_fd: int, name: str, umask: int) -> LockFile:
+    def publish_then_lock(directory_fd: int, name: str, umask: int, owner: str) -> LockFile:
         for made in (name, f"{name}.lock"):
             os.close(os.open(made, os.O_CREAT, dir_fd=directory_fd))
-        return acquire(directory_fd, name, umask)
+        return acquire(directory_fd, name, umask, owner)
 
     acquire = LockFile.acquire
     monkeypatch.setattr(LockFile, "acquire", publish_then_lock)

@@ -90,8 +90,9 @@ class Bench:
         values: dict[str, object] = {"dtype": "float32", "metadata": {**METADATA, **facts}, **fields}
         return SaveSpec(save_id=save_id, target=target, layers=tuple(layers), rows=rows, **values)
 
-    def begin(self, spec: SaveSpec, *, num_rows: int | None, max_rows: int) -> SaveJob:
-        job = self.writer.begin(spec, num_rows=num_rows, max_rows=max_rows)
+    def begin(self, spec: SaveSpec, *, num_rows: int | None, max_rows: int, end: SaveEnd | None = None) -> SaveJob:
+        """`end`: of a save that is known to end so."""
+        job = self.writer.begin(spec, num_rows=num_rows, max_rows=max_rows, end=None if end is None else lambda: end)
         job.start()
         return job
 
@@ -119,13 +120,17 @@ class Bench:
 
         return RowChunk(position, len(rows), pages, release)
 
-    def save_all(self, rows: torch.Tensor, job: SaveJob, step: int = 3) -> SaveEnd:
-        """Hands in all rows of a sequence, `step` at a time, and the end."""
+    def save_all(self, rows: torch.Tensor, job: SaveJob, step: int = 3, *, end_later: bool = False) -> None:
+        """Hands in all rows of a sequence, `step` at a time, and the end: `end_later`, once the rows have been written."""
         for start in range(0, len(rows), step):
             job.append(self.chunk(rows[start : start + step], start))
-        end = SaveEnd(list(range(100, 100 + len(rows))), None, len(rows), len(rows))
-        job.finish(end)
-        return end
+        if end_later:
+            assert self.writer.wait_idle(60)
+        job.finish(self.end_of(len(rows)))
+
+    def end_of(self, count: int) -> SaveEnd:
+        """All rows of a prompt of `count` tokens."""
+        return SaveEnd(list(range(100, 100 + count)), None, count, count)
 
     def rows(self, count: int, layers: int = 2) -> torch.Tensor:
         return torch.randn(count, layers, self.pages.shape[2]).to(self.pages.dtype)

@@ -108,7 +108,7 @@ def saves(draw: st.DrawFn, width: int) -> dict[str, object]:
         "chunks": chunks,
         "dtype": draw(st.sampled_from(list(TORCH_DTYPES))),
         "pooling": draw(st.sampled_from([None, None, "mean"])),
-        "known": draw(st.booleans()),
+        "known": draw(st.sampled_from(["nothing", "rows", "end"])),
         "spare": draw(st.integers(0, 10_000)),
         "num_prompt_tokens": draw(st.integers(1, total)),
         "tensors": draw(st.sampled_from([{}, {"mask": ClientTensor("uint8", [1, 0, 1])}, CLIENT_TENSORS])),
@@ -158,7 +158,8 @@ def run(bench: "Bench", wanted: list[dict], data: st.DataObject) -> None:
         target = bench.target(f"{number}.safetensors")
         names = {key: save[key] for key in ("layers", "dtype", "pooling", "tensors")}
         spec = bench.spec(target, rows=save["selection"], save_id=str(number), **names)
-        jobs.append(bench.begin(spec, num_rows=kept if save["known"] else None, max_rows=kept + save["spare"]))
+        num_rows, end = None if save["known"] == "nothing" else kept, end_of(save) if save["known"] == "end" else None
+        jobs.append(bench.begin(spec, num_rows=num_rows, max_rows=kept + save["spare"], end=end))
         steps += [number] * (len(save["chunks"]) + 1)
     progress = [iter(save["chunks"]) for save in wanted]
     for number in data.draw(st.permutations(steps), "order") if len(wanted) > 1 else steps:

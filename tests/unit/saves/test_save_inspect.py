@@ -117,7 +117,9 @@ def rewrite(path: Path, change: Callable[[dict[str, dict[str, object]]], object]
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     change(header)
-    path.write_bytes(data[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(length) + data[8 + length :] + tail)
+    path.write_bytes(
+        data[:8] + json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length) + data[8 + length :] + tail
+    )
     return inspect_file(path).problems
 
 

@@ -49,7 +49,7 @@ def test_rows_move_only_where_their_number_was_unknown_and_odd(
     bench = make_bench(width=5, dtype=torch.bfloat16)
     rows = bench.rows(count, layers=1)
     spec = bench.spec(bench.target(), layers=(4,), dtype="bfloat16")
-    bench.save_all(rows, bench.begin(spec, num_rows=count if known else None, max_rows=100))
+    bench.save_all(rows, bench.begin(spec, num_rows=count if known else None, max_rows=100), end_later=True)
     assert bench.wait_for_end().status == "completed"
     assert torch.equal(bench.read().tensors["hidden_states"], rows)
     missing = -count * 10 % 8
@@ -61,7 +61,7 @@ def test_a_long_move_is_made_in_pieces(make_bench: "Callable[..., Bench]", moves
     bench = make_bench(page_size=528, width=1023, dtype=torch.bfloat16)
     rows = bench.rows(1301, layers=1)
     job = bench.begin(bench.spec(bench.target(), layers=(4,), dtype="bfloat16"), num_rows=None, max_rows=5000)
-    bench.save_all(rows, job, step=500)
+    bench.save_all(rows, job, step=500, end_later=True)
     assert bench.wait_for_end().status == "completed"
     assert moves == [(1301 * 2046, 2)]
     assert torch.equal(bench.read().tensors["hidden_states"], rows)
@@ -72,7 +72,7 @@ def test_a_header_that_outgrows_its_room_moves_the_rows(bench: "Bench", moves: l
     rows = bench.rows(2000)
     tensors = {f"tensor {number}": ClientTensor("uint8", [1]) for number in range(10)}
     job = bench.begin(bench.spec(bench.target(), tensors=tensors), num_rows=None, max_rows=1)
-    bench.save_all(rows, job, step=500)
+    bench.save_all(rows, job, step=500, end_later=True)
     assert bench.wait_for_end().status == "completed"
     assert len(moves) == 1
     assert torch.equal(bench.read().tensors["hidden_states"], rows)
@@ -91,7 +91,7 @@ def test_header_space_does_not_depend_on_how_long_the_save_became(bench: "Bench"
     starts = set()
     for count in (1, 10, 700):
         spec = bench.spec(bench.target(f"{count}"), save_id=f"{count:3}")
-        bench.save_all(bench.rows(count), bench.begin(spec, num_rows=None, max_rows=1000))
+        bench.save_all(bench.rows(count), bench.begin(spec, num_rows=None, max_rows=1000), end_later=True)
         assert bench.wait_for_end(f"{count:3}").status == "completed"
         with (bench.folder / f"{count}").open("rb") as file:
             starts.add(read_header(file.fileno()).data_start)

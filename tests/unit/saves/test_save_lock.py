@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.saves.lock import LockBusy, LockFile, probe_flock
+from engine.saves.lock import LockBusy, LockFile, is_marked, probe_flock
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 WAITING_CLIENT = """
 import fcntl, os, sys
@@ -82,25 +84,119 @@ def test_a_released_lock_is_free_although_a_child_has_inherited_it(directory: in
 def test_a_file_replaced_between_opening_and_locking_is_not_taken_for_the_lock(
     directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_flock, removed = fcntl.flock, []
+    real_flock, replaced, path = fcntl.flock, [], tmp_path / "a.lock"
+    path.touch()
 
-    def remove_then_lock(fd: int, operation: int) -> None:
-        if operation & fcntl.LOCK_EX and len(removed) < 2:
-            removed.append(fd)
-            (tmp_path / "a.lock").unlink()
+    def replace_then_lock(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and len(replaced) < 2:
+            replaced.append(fd)
+            path.unlink()
+            path.touch()
         real_flock(fd, operation)
 
-    monkeypatch.setattr(fcntl, "flock", remove_then_lock)
+    monkeypatch.setattr(fcntl, "flock", replace_then_lock)
     held = LockFile.acquire(directory, "a", 0o022)
-    assert len(removed) == 2
-    assert os.fstat(held.fd).st_ino == (tmp_path / "a.lock").stat().st_ino
+    assert len(replaced) == 2
+    assert os.fstat(held.fd).st_ino == path.stat().st_ino
     held.release()
 
 
 def test_a_lock_that_is_replaced_for_ever_is_given_up(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", lambda _fd, _operation: (tmp_path / "a.lock").unlink())
+    path = tmp_path / "a.lock"
+    path.touch()
+
+    def replace(_fd: int, _operation: int) -> None:
+        path.unlink()
+        path.touch()
+
+    monkeypatch.setattr(fcntl, "flock", replace)
     with pytest.raises(LockBusy, match="again and again"):
         LockFile.acquire(directory, "a", 0o022)
+
+
+def test_of_two_that_make_the_lock_file_at_once_one_gets_it(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[LockFile] = []
+
+    def faster(*arguments: object, **options: object) -> None:
+        monkeypatch.undo()
+        others.append(LockFile.acquire(directory, "a", 0o022, "other"))
+        os.link(*arguments, **options)  # type: ignore[arg-type]  # as they came
+
+    monkeypatch.setattr(os, "link", faster)
+    with pytest.raises(LockBusy, match=r"a\.lock is locked"):
+        LockFile.acquire(directory, "a", 0o022, "me")
+    assert [is_marked(other.fd, "other") for other in others] == [True]
+    others[0].release()
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_lock_file_is_marked_while_it_is_held_and_empty_once_released(
+    directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
+) -> None:
+    if not unnamed:  # a file system that has no unnamed files, or a machine without /proc
+        monkeypatch.setattr(os, "link", unsupported)
+    held = LockFile.acquire(directory, "a", 0o022, "me")
+    assert is_marked(held.fd, "me")
+    assert not is_marked(held.fd, "m")
+    assert stat.S_IMODE((tmp_path / "a.lock").stat().st_mode) == 0o644
+    held.release()
+    assert (tmp_path / "a.lock").read_bytes() == b""
+    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
+
+
+@pytest.mark.parametrize("content", [b"", b"1234\n"])
+def test_a_lock_file_that_others_have_made_is_not_marked_nor_changed(directory: int, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.lock").write_bytes(content)
+    held = LockFile.acquire(directory, "a", 0o022, "me")
+    assert (tmp_path / "a.lock").read_bytes() == content
+    held.release()
+    assert (tmp_path / "a.lock").read_bytes() == content
+
+
+def test_a_marked_lock_that_a_crash_has_left_is_taken_over_and_released_without_the_mark(directory: int, tmp_path: Path) -> None:
+    os.close(LockFile.acquire(directory, "a", 0o022, "other").fd)
+    assert b"other" in (tmp_path / "a.lock").read_bytes()
+    LockFile.acquire(directory, "a", 0o022, "me").release()
+    assert (tmp_path / "a.lock").read_bytes() == b""
+
+
+def test_a_lock_works_although_there_is_no_room_for_its_mark(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", unsupported)
+    held = LockFile.acquire(directory, "a", 0o022, "me")
+    with pytest.raises(LockBusy):
+        LockFile.acquire(directory, "a", 0o022, "you")
+    held.release()
+
+
+def unsupported(*_: object, **__: object) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+KILLED_IN_A_CALL = """
+import os, sys
+from engine.saves import lock
+calls = {"made": "open", "locked": "flock", "marked": "pwrite", "named": "link"}
+when, number = sys.argv[2], int(sys.argv[3])
+def dying(owner, name):
+    real = getattr(owner, name)
+    def call(*arguments, **options):
+        if number: os.kill(os.getpid(), 9)
+        real(*arguments, **options)
+        os.kill(os.getpid(), 9)
+    setattr(owner, name, call)
+directory = os.open(sys.argv[1], os.O_RDONLY)
+dying(lock.fcntl if calls[when] == "flock" else lock.os, calls[when])
+lock.LockFile.acquire(directory, "a", 0o022, "me")
+"""
+
+
+@pytest.mark.parametrize("before", [1, 0])
+@pytest.mark.parametrize("when", ["made", "locked", "marked", "named"])
+def test_a_kill_while_a_lock_is_taken_leaves_a_marked_file_or_none(tmp_path: Path, when: str, before: int) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_IN_A_CALL, str(tmp_path), when, str(before)], cwd=REPOSITORY, check=False)
+    assert done.returncode == -9
+    named = when == "named" and not before
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([b"strata me\n"] if named else [])
 
 
 def test_a_failed_save_takes_its_lock_file_with_it(directory: int, tmp_path: Path) -> None:
@@ -138,9 +234,6 @@ def test_a_file_system_with_flock_passes_the_probe(directory: int, tmp_path: Pat
 
 
 def test_a_file_system_without_flock_is_refused(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(_fd: int, _operation: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with pytest.raises(ConfigError, match="no flock"):
         probe_flock(directory)

@@ -1,6 +1,7 @@
 """Saves that wait for a disk: nobody waits with them, they go on where they stopped, and they stop waiting when they are told to."""
 
 import errno
+import hashlib
 import os
 import re
 import threading
@@ -166,13 +167,14 @@ outcomes = st.one_of(st.just(0), st.integers(1, 40).map(lambda size: -size), st.
 @given(
     fate=st.lists(outcomes, max_size=10),
     kind=st.sampled_from(["plain", "odd", "float8", "mean"]),
+    known=st.booleans(),
     durability=st.sampled_from(["none", "full"]),
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )
 def test_a_file_is_the_same_however_often_its_writing_was_interrupted(
-    make_bench: "Callable[..., Bench]", fate: list[int], kind: str, durability: str, counts: list[int]
+    make_bench: "Callable[..., Bench]", fate: list[int], kind: str, known: bool, durability: str, counts: list[int]
 ) -> None:
-    """Each write fails, or takes only so many bytes, or goes well; also where rows move, are scaled or averaged."""
+    """Each write fails, or takes only so many bytes, or goes well; also where rows move, are scaled or averaged. So does its checksum."""
     bench = make_bench(retry_seconds=10**6, durability=durability, checksum="sha256", width=5, dtype=torch.bfloat16)
     dtype = "float8_e4m3fn" if kind == "float8" else "float32" if kind == "mean" else "bfloat16"
     layers = (4,) if kind == "odd" else (2, 4)
@@ -189,8 +191,11 @@ def test_a_file_is_the_same_however_often_its_writing_was_interrupted(
         for name in ("faulty", "smooth"):
             patch.setattr(os, "pwrite", pwrite if name == "faulty" else real_pwrite)
             spec = bench.spec(bench.target(name), layers, save_id=name, dtype=dtype, pooling="mean" if kind == "mean" else None)
-            bench.save_all(torch.cat(rows), bench.begin(spec, num_rows=None, max_rows=99), step=2)
-            assert bench.wait_for_end(name).status == "completed"
+            end = bench.end_of(sum(counts)) if known else None
+            bench.save_all(torch.cat(rows), bench.begin(spec, num_rows=None, max_rows=99, end=end), step=2)
+            event = bench.wait_for_end(name)
+            assert event.file is not None
+            assert event.file.checksum == "sha256:" + hashlib.sha256((bench.folder / name).read_bytes()).hexdigest()
     faulty, smooth = bench.read("faulty"), bench.read("smooth")
     assert faulty.tensors.keys() == smooth.tensors.keys()
     for name, values in smooth.tensors.items():

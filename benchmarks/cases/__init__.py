@@ -1,0 +1,1 @@
+"""The workloads that are measured, each a function from the run to what it gave."""

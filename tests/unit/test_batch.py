@@ -1,0 +1,290 @@
+"""Which rows of a step leave the last layer, and that what is taken from them doesn't depend on the others being there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.sdpa import SdpaBackend
+from engine.batch import Batch, build_batch
+from engine.cache.kv import BlockTables, KVCache, KVGroup
+from engine.cache.sink import DirectSink
+from engine.cache.spec import group_layers
+from engine.cache.states import StateStore
+from engine.capture import RowCapture
+from engine.core import CoreParts, EngineCore
+from engine.layers import LayerId
+from engine.limits import RequestLimits
+from engine.models.base import Model
+from engine.models.loader import load_model
+from engine.prefix import PrefixFinder
+from engine.request import EngineRequest, SamplingParams, TokenLogprobs
+from engine.runner import ModelRunner
+from engine.saves.spec import ALL_ROWS, LAST_ROW, RowSelection, SaveSpec
+from engine.scheduler import Chunk, Scheduler
+from engine.sequence import Sequence
+from tests.unit.core_fakes import FakeJob, Listener, Target
+from tests.unit.small_engine import PROMPT, save_tiny_llama
+
+NUM_LAYERS, PAGE = 3, 4
+CPU = torch.device("cpu")
+
+
+class Requests:
+    """Makes chunks of requests that save into one store."""
+
+    def __init__(self) -> None:
+        self.store = StateStore(50, PAGE, 1, torch.float32)
+        self._arrivals = count()
+
+    def chunk(
+        self,
+        num_prompt: int,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        layers: tuple[LayerId, ...] | None = None,
+        rows: RowSelection = ALL_ROWS,
+        max_tokens: int = 0,
+        num_scored: int | None = None,
+    ) -> Chunk:
+        """Positions `start … end - 1` (None: all). `num_scored`: how many tokens of the prompt have their score (None: none wants one)."""
+        sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=None if num_scored is None else 0)
+        save = None if layers is None else SaveSpec("s", Target(), layers, "float32", rows=rows)
+        request = EngineRequest("r", list(range(num_prompt)), sampling, save)
+        capture = None if save is None else self._capture(save, num_prompt)
+        scores: list[TokenLogprobs | None] = [None] * (num_scored or 0)
+        tables = BlockTables(NUM_LAYERS, [])
+        tokens = list(request.prompt_token_ids)
+        sequence = Sequence(request, next(self._arrivals), NUM_LAYERS, tokens, {}, tables, capture, prompt_logprobs=scores)
+        end = num_prompt if end is None else end
+        if capture is not None:
+            assert capture.reserve(start, end, num_prompt) == end
+        return Chunk(sequence, start, end - start)
+
+    def _capture(self, save: SaveSpec, total: int) -> RowCapture:
+        job = FakeJob(save, self.store)
+        return RowCapture(save, job, self.store, None, total=total, max_total=total, release=lambda pages: None)
+
+
+def build(*chunks: Chunk, trim: bool = True) -> Batch:
+    return build_batch(chunks, NUM_LAYERS, trim=trim)
+
+
+def final_rows(batch: Batch) -> list[int] | None:
+    return None if batch.final_rows is None else batch.final_rows.tolist()
+
+
+def captured(batch: Batch) -> dict[LayerId, list[int]]:
+    return {layer: wanted.rows.tolist() for layer, wanted in batch.captures.items()}
+
+
+def test_rows_that_are_sampled_scored_or_captured_leave_the_last_layer_and_no_others() -> None:
+    requests = Requests()
+    sampled = requests.chunk(5, max_tokens=1)  # rows 0 to 4
+    scored = requests.chunk(4, num_scored=1)  # rows 5 to 8; the last one scores nothing
+    saved = requests.chunk(6, layers=(3,), rows=RowSelection(((1, 3), (-1, None))))  # rows 9 to 14
+    batch = build(sampled, scored, saved)
+
+    assert final_rows(batch) == [4, 5, 6, 7, 10, 11, 14]
+    assert batch.rows_at_layer == [15, 15, 15]
+    assert (batch.sampled, batch.sampled_rows) == ([sampled], [0])
+    assert batch.logprob_rows == [(scored, 1, 0)]
+    assert captured(batch) == {3: [4, 5, 6]}
+
+
+def test_rows_of_other_layers_stay_rows_of_the_batch() -> None:
+    requests = Requests()
+    saved = requests.chunk(4, layers=(0, 1, 2, 3, "norm"), rows=LAST_ROW)
+    batch = build(requests.chunk(3, max_tokens=1), saved)
+    assert final_rows(batch) == [2, 6]
+    assert captured(batch) == {0: [6], 1: [6], 2: [6], 3: [1], "norm": [1]}
+
+
+def test_a_row_goes_to_the_slot_of_its_position_whether_it_is_alone_in_its_chunk_or_not() -> None:
+    requests = Requests()
+    several = requests.chunk(9, layers=(2, "norm"), rows=RowSelection(((3, 6),)))
+    single = requests.chunk(9, 6, 7, layers=("norm",))
+    plain = requests.chunk(2, max_tokens=1)
+    batch = build(several, plain, single)
+    assert final_rows(batch) == [3, 4, 5, 10, 11]
+
+    slots = batch.captures["norm"].slots.tolist()
+    assert captured(batch) == {2: [3, 4, 5], "norm": [0, 1, 2, 4]}
+    assert [slot % PAGE for slot in slots] == [position % PAGE for position in (3, 4, 5, 6)]
+    planned = several.sequence.capture.planned(), single.sequence.capture.planned()
+    assert slots == [*planned[0][1][1].tolist(), *planned[1][1][0].tolist()]
+
+
+def test_shallow_requests_come_last_and_do_not_count_among_the_rows_of_the_last_layer() -> None:
+    requests = Requests()
+    embeddings = requests.chunk(2, layers=(0,))
+    first = requests.chunk(3, layers=(0, 1))
+    deep = requests.chunk(4, max_tokens=1)
+    norm = requests.chunk(2, layers=("norm",), rows=LAST_ROW)
+    batch = build(embeddings, first, deep, norm)
+    assert batch.chunks == [deep, norm, first, embeddings]
+    assert batch.rows_at_layer == [9, 6, 6]
+    assert final_rows(batch) == [3, 5]
+    assert captured(batch) == {0: [6, 7, 8, 9, 10], 1: [6, 7, 8], "norm": [1]}
+    assert batch.sampled_rows == [0]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "num_scored", "final", "row", "position"), [(0, 5, 1, [0, 1, 2, 3, 4], 0, 0), (3, 8, 6, [2, 3], 0, 5)]
+)
+def test_a_prompt_in_parts_is_scored_from_where_its_scores_end(
+    start: int, end: int, num_scored: int, final: list[int], row: int, position: int
+) -> None:
+    requests = Requests()
+    scored = requests.chunk(8, start, end, num_scored=num_scored)
+    batch = build(scored, requests.chunk(2, 0, 1, max_tokens=1))
+    assert final_rows(batch) == final
+    assert batch.logprob_rows == [(scored, row, position)]
+
+
+def test_where_nothing_is_wanted_no_row_leaves() -> None:
+    requests = Requests()
+    batch = build(requests.chunk(8, 0, 5, max_tokens=1), requests.chunk(3, layers=(1, 2)))
+    assert final_rows(batch) == []
+    assert batch.rows_at_layer == [8, 8, 5]
+    assert (batch.sampled_rows, batch.logprob_rows) == ([], [])
+    assert captured(batch) == {1: [5, 6, 7], 2: [5, 6, 7]}
+
+
+def test_where_everything_is_wanted_nothing_is_picked() -> None:
+    requests = Requests()
+    batch = build(requests.chunk(8, 7, 8, max_tokens=1), requests.chunk(3, layers=(3,)), requests.chunk(4, layers=(1,)))
+    assert final_rows(batch) is None
+    assert (batch.sampled_rows, captured(batch)) == ([0], {3: [1, 2, 3], 1: [4, 5, 6, 7]})
+
+
+def test_where_nobody_reaches_the_last_layer_nothing_is_picked() -> None:
+    batch = build(Requests().chunk(3, layers=(0, 2)))
+    assert final_rows(batch) is None
+    assert batch.rows_at_layer == [3, 3, 0]
+
+
+def test_without_trimming_all_rows_leave_in_their_places() -> None:
+    requests = Requests()
+    plain, scored = requests.chunk(5, max_tokens=1), requests.chunk(4, num_scored=1)
+    batch = build(plain, scored, requests.chunk(2, layers=(3,), rows=LAST_ROW), trim=False)
+    assert final_rows(batch) is None
+    assert (batch.sampled_rows, batch.logprob_rows, captured(batch)) == ([4], [(scored, 5, 0)], {3: [10]})
+
+
+# With a model
+
+
+@dataclass(frozen=True)
+class Member:
+    """A request of a random batch."""
+
+    length: int
+    layers: tuple[LayerId, ...] | None
+    rows: RowSelection
+    output: bool
+    max_tokens: int
+    scored: bool
+
+    def request(self, name: str) -> EngineRequest:
+        save = None if self.layers is None else SaveSpec(name, Target(), self.layers, "float32", self.output, rows=self.rows)
+        prompt = [(token + len(name) + 13 * int(name)) % 97 for token in PROMPT[: self.length]]
+        scores = 2 if self.scored else None
+        sampling = SamplingParams(max_tokens=self.max_tokens, temperature=0.0, ignore_eos=True, prompt_logprobs=scores)
+        return EngineRequest(name, prompt, sampling, save)
+
+
+MEMBERS = st.builds(
+    Member,
+    length=st.integers(4, len(PROMPT)),
+    layers=st.sampled_from([None, (0,), (0, 1), (2,), ("norm",), (1, 2, "norm")]),
+    rows=st.sampled_from([ALL_ROWS, LAST_ROW, RowSelection(((1, 3), (-2, -1)))]),
+    output=st.booleans(),
+    max_tokens=st.sampled_from([0, 1, 4]),
+    scored=st.booleans(),
+)
+
+
+@dataclass
+class Seen:
+    """All that came out of a core."""
+
+    tokens: dict[str, list[int]]
+    scores: dict[str, list[TokenLogprobs | None]]
+    rows: dict[str, dict[int, torch.Tensor]]  # by request and position: [layers, width]
+
+
+class Observed:
+    """A core with a real model."""
+
+    def __init__(self, model: Model, *, budget: int, trim: bool) -> None:
+        config = model.config
+        groups = [KVGroup(spec, 120, CPU, poison=True) for spec in group_layers(model.kv_layers(), PAGE, torch.float32)]
+        kv = KVCache(groups)
+        self.store = StateStore(400, PAGE, config.hidden_size, torch.float32, poison=True)
+        prefixes = PrefixFinder(kv, PAGE, enabled=False)
+        scheduler = Scheduler(kv, prefixes, max_batch_tokens=budget, max_running=16)
+        limits = RequestLimits(config.num_layers, config.vocab_size, config.max_model_len, kv, PAGE, 399, None)
+        runner = ModelRunner(model, kv, DirectSink(self.store.rows), SdpaBackend(CPU))
+        self.listener = Listener()
+        parts = CoreParts(kv, self.store, scheduler, prefixes, runner, limits, frozenset(), CPU, False, trim)
+        self.core = EngineCore(parts, self.listener, self._release)
+
+    def run(self, requests: List[EngineRequest]) -> Seen:
+        jobs = {request.request_id: FakeJob(request.save, self.store) for request in requests if request.save is not None}
+        for request in requests:
+            self.core.add(request, jobs.get(request.request_id))
+        while self.core.has_work:
+            assert self.core.step()
+        for job in jobs.values():
+            job.write_all()
+        outputs = self.listener.outputs
+        assert all(heard[-1].error is None for heard in outputs.values())
+        return Seen(
+            {name: [token for output in heard for token in output.token_ids] for name, heard in outputs.items()},
+            {name: [score for output in heard for score in output.prompt_logprobs or ()] for name, heard in outputs.items()},
+            {name: job.rows for name, job in jobs.items()},
+        )
+
+    def _release(self, pages: List[int]) -> None:
+        for page in pages:
+            self.store.pool.release(page)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(folder)
+    return load_model(folder, device=CPU, dtype=torch.float32)
+
+
+def assert_alike(found: Seen, expected: Seen) -> None:
+    assert found.tokens == expected.tokens
+    for name, scores in expected.scores.items():
+        assert [score and score.token_id for score in found.scores[name]] == [score and score.token_id for score in scores]
+        logprobs = [[score.logprob for score in seen if score] for seen in (found.scores[name], scores)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    for name, rows in expected.rows.items():
+        assert list(found.rows[name]) == list(rows)
+        for position, states in rows.items():
+            error = (found.rows[name][position] - states).norm(dim=-1) / states.norm(dim=-1)
+            assert error.max() < 1e-5, f"{name}, position {position}: {error}"
+
+
+@settings(max_examples=40, deadline=None)
+@given(members=st.lists(MEMBERS, min_size=1, max_size=6), budget=st.integers(3, 40))
+def test_what_comes_out_is_the_same_whether_unwanted_rows_are_left_out_or_not(model: Model, members: list[Member], budget: int) -> None:
+    requests = [member.request(str(i)) for i, member in enumerate(members)]
+    trimmed, whole = (Observed(model, budget=budget, trim=trim).run(requests) for trim in (True, False))
+    assert_alike(trimmed, whole)
+    for request in requests:
+        assert len(whole.tokens[request.request_id]) == request.sampling.max_tokens
+        assert len(whole.scores[request.request_id]) == (request.sampling.prompt_logprobs is not None) * len(request.prompt_token_ids)
