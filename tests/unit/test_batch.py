@@ -279,7 +279,7 @@ def assert_alike(found: Seen, expected: Seen) -> None:
             assert error.max() < 1e-5, f"{name}, position {position}: {error}"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(members=st.lists(MEMBERS, min_size=1, max_size=6), budget=st.integers(3, 40))
 def test_what_comes_out_is_the_same_whether_unwanted_rows_are_left_out_or_not(model: Model, members: list[Member], budget: int) -> None:
     requests = [member.request(str(i)) for i, member in enumerate(members)]

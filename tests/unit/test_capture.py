@@ -83,6 +83,29 @@ def test_rows_go_to_the_writer_by_whole_blocks_as_they_are_computed() -> None:
     assert setup.referenced == 0
 
 
+def test_the_last_rows_go_to_the_writer_when_they_are_computed_though_their_block_stays_a_part() -> None:
+    setup = Setup()
+    capture = setup.capture(total=6)
+    capture.start()
+    compute(capture, 0, 5)
+    assert written(capture) == expected(list(range(4)))
+    compute(capture, 5, 6)
+    assert written(capture) == expected(list(range(6)))
+    assert setup.referenced == 0
+
+
+def test_positions_beyond_the_rows_that_are_kept_take_no_page() -> None:
+    setup = Setup(pages=4)
+    capture = setup.capture(total=6, cached=False)
+    capture.start()
+    assert compute(capture, 0, 6) == 6
+    assert compute(capture, 6, 20) == 20, "the writer still has all pages"
+    assert capture.hit_limit(20, 20) == 20
+    capture.finish(TOKENS, 6, 6)
+    assert written(capture) == expected(list(range(6)))
+    assert setup.referenced == 0
+
+
 def test_a_chunk_is_cut_where_pages_end_and_goes_on_when_there_are_some_again() -> None:
     setup = Setup(pages=4)
     capture = setup.capture(cached=False)
