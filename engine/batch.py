@@ -60,7 +60,7 @@ def build_batch(planned: List[Chunk], num_layers: int, *, trim: bool = True) -> 
     chunks = sorted(planned, key=lambda chunk: -chunk.sequence.run_depth)
     firsts = [0, *accumulate(chunk.count for chunk in chunks)]
     token_ids = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
-    positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+    positions = _positions(chunks, firsts)
     sampled = [(c, first + c.count - 1) for c, first in zip(chunks, firsts, strict=False) if _is_sampled(c)]
     scored = [scored for c, first in zip(chunks, firsts, strict=False) if (scored := _scored_rows(c, first))]
     rows_at_layer = _rows_at_layer(chunks, firsts, num_layers)
@@ -77,6 +77,12 @@ def build_batch(planned: List[Chunk], num_layers: int, *, trim: bool = True) -> 
         logprob_rows=[(chunk, int(final.places([row])[0]), position) for chunk, row, position in scored],
         final_rows=None if final.rows is None else torch.from_numpy(final.rows),
     )
+
+
+def _positions(chunks: List[Chunk], firsts: List[int]) -> Rows:
+    """Of every row: its place in the batch, moved by what its chunk is moved."""
+    shifts = [chunk.start - first for chunk, first in zip(chunks, firsts, strict=False)]
+    return np.arange(firsts[-1]) + np.repeat(np.array(shifts, dtype=np.int64), [chunk.count for chunk in chunks])
 
 
 class _FinalRows:

@@ -131,7 +131,8 @@ class RowCapture:
 
     def clip(self, end: int) -> None:
         """The chunk ends at `end` after all; 0 gives the whole plan up."""
-        self._ranges = _intersect(self._ranges, 0, end)
+        if self._ranges and self._ranges[-1][1] > end:
+            self._ranges = _intersect(self._ranges, 0, end)
 
     @property
     def num_rows_planned(self) -> int:
@@ -162,8 +163,10 @@ class RowCapture:
         size = self._store.page_size
         for low, high in self._ranges:
             for block in range(low // size, -(-high // size)):
-                self._blocks[block].num_filled += min(high, (block + 1) * size) - max(low, block * size)
-                self._share(block)
+                held = self._blocks[block]
+                held.num_filled += min(high, (block + 1) * size) - max(low, block * size)
+                if held.num_filled == size:
+                    self._share(block)
         self._ranges = []
         self.captured_end = max(self.captured_end, end)
 
@@ -247,9 +250,9 @@ class RowCapture:
         return self._store.lookup(self._chain.link(block), self.spec.layers)
 
     def _share(self, block: int) -> None:
+        """Offers a complete block to the prefix cache."""
         held = self._blocks[block]
-        complete = held.num_filled == self._store.page_size
-        if complete and not held.shared and self._chain is not None:
+        if not held.shared and self._chain is not None:
             self._store.register(self._chain.link(block), self.spec.layers, held.pages)
             held.shared = True
 

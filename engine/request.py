@@ -91,7 +91,7 @@ class TokenLogprobs:
     """The likeliest tokens, likeliest first."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """What one step added to one request. `finish_reason` marks the last one: the text is done; its save may not be."""
 

@@ -21,7 +21,7 @@ MIN_TEMPERATURE = 1e-30
 """Below it a float32 temperature would be taken for zero."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampledRow:
     """What is needed to choose a token for one request."""
 
@@ -33,7 +33,7 @@ class SampledRow:
     """The request's own, made from its seed, for as long as the request lives: one number is drawn per token. None: not seeded."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampledToken:
     """The token chosen for one row."""
 

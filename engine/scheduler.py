@@ -8,7 +8,7 @@ from engine.prefix import PrefixFinder
 from engine.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """Positions `start … start + count - 1` of a sequence."""
 

@@ -5,7 +5,7 @@ import os
 import stat
 from dataclasses import dataclass
 
-from engine.saves.lock import names_file
+from engine.saves.lock import LOCK_SUFFIX, names_file
 from service.exceptions import ServiceError
 from service.leftovers import part_name, remove_own_lock, remove_unlocked
 from service.paths import OpenTarget, SaveRoots
@@ -88,7 +88,9 @@ def _find_published(target: OpenTarget, record: SaveRecord) -> PublishedFile | N
 
 def _take_back(target: OpenTarget, fd: int) -> None:
     """Of two kinds of files: one that a power cut has shortened, which was published without being synced and which nobody may take for
-    a whole one; and one whose text was lost in the crash, which the next request with its key computes again.
+    a whole one; and one whose text was lost in the crash, which the next request with its key computes again. The lock file that was left
+    for its client goes with it: it bears no mark any more.
     """
     if names_file(target.directory_fd, target.name, fd):
         os.unlink(target.name, dir_fd=target.directory_fd)
+        remove_unlocked(target.directory_fd, target.name + LOCK_SUFFIX)

@@ -235,11 +235,15 @@ def test_a_file_of_the_save_that_lost_its_end_is_removed(world: World, lost_byte
     assert not world.file.exists()
 
 
+@pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_file_is_kept_only_with_the_text_that_its_record_was_to_carry(world: World, kept: bool) -> None:
+def test_a_file_is_kept_only_with_the_text_that_its_record_was_to_carry(world: World, kept: bool, released: bool) -> None:
     world.crash(output={"text": "a", "token_ids": [1], "finish_reason": "length"} if kept else {}, idempotency_key="key")
     world.file.write_bytes(states())
-    world.leave_lock()
+    if released:
+        world.lock.touch()
+    else:
+        world.leave_lock()
     if kept:
         assert recover(world.registry, world.roots) == Recovered(completed=1, failed=0)
     else:
