@@ -18,7 +18,7 @@ from engine.core import EngineCore
 from engine.layers import LayerId
 from engine.offline import LocalTarget
 from engine.request import EngineRequest, RequestOutput, SamplingParams
-from engine.runner import ModelRunner, StepResult
+from engine.runner import Launched, ModelRunner, StepResult
 from engine.saves.spec import SaveEvent, SaveSpec
 
 
@@ -28,6 +28,23 @@ class TimedRunner(ModelRunner):
     def __init__(self, timed: ModelRunner) -> None:
         self.seconds = 0.0
         self._timed = timed
+
+    @property
+    def busy(self) -> bool:
+        return self._timed.busy
+
+    def collect(self, *, wait: bool = False) -> None:
+        self._timed.collect(wait=wait)
+
+    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
+        return self._timed.launch(batch, before)
+
+    def finish(self, launched: Launched) -> StepResult:
+        started = time.perf_counter()
+        try:
+            return self._timed.finish(launched)
+        finally:
+            self.seconds += time.perf_counter() - started
 
     def execute(self, batch: Batch) -> StepResult:
         started = time.perf_counter()

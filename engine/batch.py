@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from engine.device_streams import to_device
 from engine.layers import LayerId
 from engine.scheduler import Chunk
 
@@ -27,7 +28,7 @@ class CaptureRows:
         first, last, count = int(self.rows[0]), int(self.rows[-1]), self.rows.numel()
         if last - first + 1 == count:
             return hidden[first : last + 1]
-        return hidden.index_select(0, self.rows.to(hidden.device))
+        return hidden.index_select(0, to_device(self.rows, hidden.device))
 
 
 @dataclass(frozen=True)

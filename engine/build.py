@@ -18,6 +18,7 @@ from engine.config import EngineConfig, Switch
 from engine.core import CoreParts
 from engine.device import dtype_name, resolve_device, resolve_dtype
 from engine.errors import ConfigError
+from engine.graphs import graphs_for
 from engine.limits import RequestLimits, saved_rows
 from engine.models.base import Model
 from engine.models.loader import load_model, read_model_config
@@ -78,15 +79,31 @@ def build_engine(
     kernels, kernels_reason = _kernels(config.native_kernels, device, dtype, threads)
     ops = None if kernels is None else NativeOps(kernels)
     model = load_model(folder, device=device, dtype=dtype, max_model_len=max_model_len, ops=ops, progress=progress)
+    return assemble(model, config, on_save, max_model_len=max_model_len, threads=threads, kernels=kernels, kernels_reason=kernels_reason)
+
+
+def assemble(
+    model: Model,
+    config: EngineConfig,
+    on_save: Callable[[SaveEvent], None],
+    *,
+    max_model_len: int,
+    threads: int,
+    kernels: Kernels | None = None,
+    kernels_reason: str = "off",
+) -> EngineParts:
+    """An engine around a model that is there already. Raises `ConfigError`."""
+    described, device, dtype = model.config, model.device, model.dtype
     needs = needs_of(model.kv_layers(), device, dtype, config.block_size)
     attention = select_backend(config.attention, needs, candidates_with(kernels))
     block_size = attention.block_size
-    kv = _kv_cache(model, config, block_size, max_model_len)
     width = described.hidden_size
     num_pages = state_pages(config, block_size, width, dtype)
     states = StateStore(num_pages, block_size, width, dtype, pinned=device.type == "cuda", poison=config.poison)
     batch_tokens = config.max_batch_tokens or (_BATCH_TOKENS_ON_GPU if device.type == "cuda" else _BATCH_TOKENS_ON_CPU)
     sink = _sink(states, batch_tokens, device)
+    # After all else that takes memory of the device: this takes a share of what is left.
+    kv = _kv_cache(model, config, block_size, max_model_len)
     prefixes = PrefixFinder(kv, block_size, enabled=config.prefix_cache)
     limits = RequestLimits(described.num_layers, described.vocab_size, max_model_len, kv, block_size, num_pages - 1, sink.capacity)
     scheduler = Scheduler(
@@ -119,8 +136,14 @@ def build_engine(
         umask=config.umask,
     )
     eos = frozenset(described.eos_token_ids)
-    runner = ModelRunner(model, kv, sink, attention.backend)
-    core = CoreParts(kv, states, scheduler, prefixes, runner, limits, eos, device, config.prefix_cache, config.trim_last_layer)
+    graphs = None
+    if config.cuda_graphs != "off":
+        graphs = graphs_for(model, attention.backend, max_len=max_model_len, max_batch=config.max_running)
+        if graphs is None and config.cuda_graphs == "on":
+            raise ConfigError(f"--cuda-graphs is on, but attention {attention.backend.name} on {device.type} has none")
+    runner = ModelRunner(model, kv, sink, attention.backend, graphs)
+    overlap = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
+    core = CoreParts(kv, states, scheduler, prefixes, runner, limits, eos, device, config.prefix_cache, config.trim_last_layer, overlap)
     return EngineParts(info, core, writer, threads)
 
 

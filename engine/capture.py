@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.cache.chain import HashChain
+from engine.cache.sink import Landing
 from engine.cache.states import StateStore
 from engine.errors import SaveError
 from engine.saves.spec import Range, SaveSpec
@@ -39,11 +40,25 @@ class BlockPages:
     """Found in, or offered to, the prefix cache: complete, and not written again."""
 
 
-class RowCapture:
-    """Positions only move up: `handed_end <= captured_end`, and both survive a preemption.
+@dataclass(eq=False)
+class Flight:
+    """Rows of one step that may not stand in their pages yet. Their pages are held until they do, whatever becomes of the request."""
 
-    Rows below `captured_end` are in pages, handed on or not kept: a request that starts again doesn't capture them twice. Rows below
-    `handed_end` belong to the writer. `total` is the number of rows of the sequence where that is known beforehand.
+    first: int
+    end: int
+    blocks: list[tuple[int, BlockPages, int]]
+    """Block number, its pages, and how many of its rows are under way."""
+    landed: bool
+    confirmed: bool = False
+    """The step has gone well, and the sequence has these positions."""
+
+
+class RowCapture:
+    """Positions only move up: `handed_end <= landed_end <= captured_end`, and all survive a preemption.
+
+    Rows below `captured_end` are in pages or on their way there, handed on or not kept: a request that starts again doesn't capture
+    them twice. Nobody reads them before they are below `landed_end`. Rows below `handed_end` belong to the writer. `total` is the
+    number of rows of the sequence where that is known beforehand.
     """
 
     def __init__(
@@ -69,6 +84,10 @@ class RowCapture:
         self._release = release
         self._blocks: dict[int, BlockPages] = {}
         self._ranges: list[Range] = []
+        self._flights: list[Flight] = []
+        self._gives_all = False
+        """The sequence has been preempted: what lands is handed on at once."""
+        self._ending: tuple[Sequence[Range], int, SaveEnd] | None = None
         self._started = False
 
     @property
@@ -78,6 +97,11 @@ class RowCapture:
     @property
     def num_held(self) -> int:
         return len(self._blocks) * len(self.spec.layers)
+
+    @property
+    def landed_end(self) -> int:
+        """Rows below it stand in their pages, or aren't kept."""
+        return self._flights[0].first if self._flights else self.captured_end
 
     @property
     def kept_end(self) -> int | None:
@@ -97,6 +121,7 @@ class RowCapture:
         if not self._started:
             self._started = True
             self.job.start()
+        self._gives_all = False
         if self.reservation:
             self._store.reserve(self)
 
@@ -158,47 +183,111 @@ class RowCapture:
 
     # After a step
 
-    def commit(self, end: int) -> None:
-        """The rows planned up to `end` stand in their pages: complete blocks are offered to the prefix cache."""
-        size = self._store.page_size
-        for low, high in self._ranges:
-            for block in range(low // size, -(-high // size)):
-                held = self._blocks[block]
-                held.num_filled += min(high, (block + 1) * size) - max(low, block * size)
-                if held.num_filled == size:
-                    self._share(block)
+    def commit(self, end: int, landing: Landing | None = None) -> None:
+        """The rows planned up to `end` have been computed. Once they stand in their pages, complete blocks are offered to the prefix
+        cache: now, or when they land."""
+        if landing is not None or self._flights:
+            self.confirm(self.launch(end, landing))
+            return
+        self._fill(self._planned_blocks())
         self._ranges = []
         self.captured_end = max(self.captured_end, end)
 
+    def launch(self, end: int, landing: Landing | None) -> Flight:
+        """The rows planned up to `end` are being computed; `confirm` or `withdraw` is next, before `finish`."""
+        blocks = self._planned_blocks()
+        flight = Flight(self.captured_end, end, blocks, landed=landing is None or not blocks)
+        self._ranges = []
+        self.captured_end = max(self.captured_end, end)
+        self._flights.append(flight)
+        if landing is not None and blocks:
+            for _, held, _ in blocks:
+                for page in held.pages:
+                    self._store.pool.retain(page)
+            landing.then(lambda: self._land(flight))
+        return flight
+
+    def confirm(self, flight: Flight) -> None:
+        flight.confirmed = True
+        self._settle()
+
+    def withdraw(self, flight: Flight) -> None:
+        """The sequence ended before these positions. It must be the latest that was launched."""
+        assert self._flights[-1] is flight
+        self._flights.pop()
+        self.captured_end = flight.first
+
     def hand_over(self, at_least: int, *, everything: bool = False) -> None:
-        """Gives the writer the rows whose place in the file is certain: whole blocks, or `everything` that is certain."""
-        size = self._store.page_size
-        if not everything and self.captured_end != self.total and self.captured_end // size == self.handed_end // size:
+        """Gives the writer the rows whose place in the file is certain: whole blocks, or `everything` that is certain.
+
+        With `everything`, rows that are on their way follow as soon as they have landed.
+        """
+        self._gives_all = everything and bool(self._flights)
+        size, landed_end = self._store.page_size, self.landed_end
+        if not everything and landed_end != self.total and landed_end // size == self.handed_end // size:
             return  # no further block is complete
         if self.total is None:
             horizon, kept = self.spec.rows.settled(at_least)
         else:
-            horizon, kept = self.captured_end, self.spec.rows.ranges(self.total)
-        horizon = min(horizon, self.captured_end)
+            horizon, kept = landed_end, self.spec.rows.ranges(self.total)
+        horizon = min(horizon, landed_end)
         if not everything and horizon != self.total:
             horizon -= horizon % size
         self._hand(kept, horizon)
 
     def finish(self, token_ids: Sequence[int], total: int, num_prompt_tokens: int) -> None:
-        """All kept rows of `total` have been captured: the rest goes to the writer, which publishes the file."""
+        """All kept rows of `total` have been captured: once they have landed the rest goes to the writer, which publishes the file."""
         kept = self.spec.rows.ranges(total)
         assert not kept or self.captured_end >= kept[-1][1], "a row that was not computed can't be saved"
-        self._hand(kept, total)
-        self.job.finish(SaveEnd.of(self.spec.rows, token_ids, total, num_prompt_tokens))
-        self._close()
+        self._ending = kept, total, SaveEnd.of(self.spec.rows, token_ids, total, num_prompt_tokens)
+        self._end_if_landed()
 
     def cancel(self, error: SaveError) -> None:
         self._close()
         self.job.cancel(error)
 
     def _close(self) -> None:
+        self._flights, self._ending = [], None
         self._drop()
         self._store.unreserve(self)
+
+    def _planned_blocks(self) -> list[tuple[int, BlockPages, int]]:
+        size = self._store.page_size
+        return [
+            (block, self._blocks[block], min(high, (block + 1) * size) - max(low, block * size))
+            for low, high in self._ranges
+            for block in range(low // size, -(-high // size))
+        ]
+
+    def _land(self, flight: Flight) -> None:
+        flight.landed = True
+        for settled in self._settle():
+            self.hand_over(settled.end, everything=self._gives_all)
+        for _, held, _ in flight.blocks:
+            for page in held.pages:
+                self._store.pool.release(page)
+        self._end_if_landed()
+
+    def _settle(self) -> list[Flight]:
+        settled = []
+        while self._flights and self._flights[0].landed and self._flights[0].confirmed:
+            settled.append(self._flights.pop(0))
+            self._fill(settled[-1].blocks)
+        return settled
+
+    def _fill(self, blocks: Sequence[tuple[int, BlockPages, int]]) -> None:
+        size = self._store.page_size
+        for block, held, count in blocks:
+            held.num_filled += count
+            if held.num_filled == size and self._blocks.get(block) is held:  # it may have been given up since
+                self._share(block)
+
+    def _end_if_landed(self) -> None:
+        if self._ending is not None and not self._flights:
+            kept, total, end = self._ending
+            self._hand(kept, total)
+            self.job.finish(end)
+            self._close()
 
     # Prefix hits
 
@@ -270,7 +359,7 @@ class RowCapture:
         size = self._store.page_size
         for block in [block for block in self._blocks if (block + 1) * size <= self.handed_end]:
             self._remove_block(block)
-        if self.handed_end == self.captured_end:
+        if self.handed_end == self.captured_end and not self._ranges:  # rows may land in the middle of the step that has the plan
             self._drop()
 
     def _append(self, low: int, high: int) -> None:

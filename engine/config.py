@@ -38,6 +38,10 @@ class EngineConfig:
     """The attention backend; auto takes the first one that the device, the dtype, the model and the block size allow."""
     native_kernels: Switch = "auto"
     """Compiled kernels on a CPU; auto takes them where there are some or a C compiler can make them."""
+    cuda_graphs: Switch = "auto"
+    """Decoding steps recorded as CUDA graphs; auto: where the device and the attention backend have them."""
+    overlap: Switch = "auto"
+    """Whether the device is given the next step of text before the tokens of the last one are looked at; auto: on CUDA."""
     trim_last_layer: bool = True
     """Rows whose last state nobody wants end with the keys and values of the last layer."""
     threads: int | None = None

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.ahead import AheadLauncher, StepAhead
 from engine.batch import Batch
 from engine.cache.chain import HashChain
 from engine.cache.kv import KVCache
+from engine.cache.sink import Landing
 from engine.cache.states import StateStore
-from engine.capture import Job, RowCapture
+from engine.capture import Flight, Job, RowCapture
 from engine.errors import EngineError, RequestAborted, SaveError, StepFailed
 from engine.layers import depth_of
 from engine.limits import RequestLimits, saved_rows
@@ -45,6 +47,8 @@ class CoreParts:
     device: torch.device
     prefix_cache: bool
     trim_last_layer: bool = True
+    overlap: bool = False
+    """Gives the device the next step of text before the tokens of the last one are looked at."""
 
 
 class EngineCore:
@@ -56,17 +60,23 @@ class EngineCore:
         self.num_step_failures = 0
         self._parts = parts
         self._steps = StepExecutor(parts.runner, parts.kv, parts.limits.num_layers, parts.device, trim=parts.trim_last_layer)
+        self._launcher = None
+        if parts.overlap:
+            layers, trim = parts.limits.num_layers, parts.trim_last_layer
+            self._launcher = AheadLauncher(parts.runner, parts.scheduler, parts.kv, layers, trim=trim)
+        self._ahead: StepAhead | None = None
+        """The latest step that the device was given and whose tokens are to come."""
         self._listener = listener
         self._release = release
         self._sequences: dict[str, Sequence] = {}
-        self._writing: dict[str, Job] = {}
-        """Jobs of requests whose text is done, by request id."""
+        self._writing: dict[str, RowCapture] = {}
+        """Those of requests whose text is done, by request id."""
         self._arrivals = 0
         self._failed_steps = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences) or self._ahead is not None or self._parts.runner.busy
 
     def add(self, request: EngineRequest, job: Job | None) -> None:
         """Queues a request that `RequestLimits` has let through. One that can't be taken in fails alone."""
@@ -109,26 +119,38 @@ class EngineCore:
     def step(self) -> bool:
         """Computes one batch. False: nothing could be computed now, since everything waits for pages.
 
+        Rows of earlier steps that are still on their way to pages are waited for only where there is nothing to compute without them.
+
         Raises `StepFailed` once steps keep failing.
         """
         started, before = time.perf_counter(), self.num_computed_tokens
+        self._parts.runner.collect()
         outputs = self._end_failed_saves()
+        if self._launcher is not None and self._ahead is not None:
+            outputs += self._take_ahead(self._launcher, self._ahead)
+            self._listener.on_step(outputs, self.num_computed_tokens - before, time.perf_counter() - started)
+            self._check_failures()
+            return True
         chunks, ready = self.scheduler.schedule()
         for sequence in ready:
             outputs += self._advance(sequence)
-        if chunks:
+        if self._launcher is not None:
+            self._ahead = self._launcher.first(chunks)
+        if chunks and self._ahead is None:
             outputs += self._run(chunks)
         if outputs or chunks:
             self._listener.on_step(outputs, self.num_computed_tokens - before, time.perf_counter() - started)
-        if self._failed_steps >= _FAILED_STEPS_IN_A_ROW:
-            raise StepFailed(f"{self._failed_steps} steps in a row have failed")
-        return bool(chunks or ready)
+        self._check_failures()
+        landing = self._parts.runner.busy and not chunks and not ready
+        if landing:
+            self._parts.runner.collect(wait=True)
+        return bool(chunks or ready or landing)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where blocks or pages are held by nobody known."""
         self._parts.kv.check_integrity()
         self._parts.states.pool.check_integrity()
-        if not self._sequences:
+        if not self._sequences and self._ahead is None:
             assert self._parts.kv.stats().referenced == 0, "KV blocks are held although no request is left"
 
     def _new_sequence(self, request: EngineRequest, job: Job | None) -> Sequence:
@@ -180,6 +202,65 @@ class EngineCore:
         self._judge(outcome)
         return outputs
 
+    def _take_ahead(self, launcher: AheadLauncher, step: StepAhead) -> list[RequestOutput]:
+        """Launches the step after this one, if it can be without this one's tokens; then takes those."""
+        self._ahead = launcher.following(step)
+        outputs: list[RequestOutput] = []
+        try:
+            result = launcher.finish(step)
+        except Exception as error:
+            _log.exception("a step that was launched ahead failed")
+            self._failed_steps += 1
+            self.num_step_failures += 1
+            for chunk in step.batch.chunks:
+                if not chunk.sequence.ended:
+                    outputs += self._fail(chunk.sequence, StepFailed(f"the step that computed this request failed: {type(error).__name__}"))
+        else:
+            self._failed_steps = 0
+            self.num_computed_tokens += step.batch.num_tokens
+            self.scheduler.use_more_tokens()
+            outputs += self._update_ahead(step, result)
+        launcher.end(step)
+        return outputs
+
+    def _update_ahead(self, step: StepAhead, result: StepResult) -> list[RequestOutput]:
+        outputs = []
+        for chunk, token in zip(step.batch.sampled, result.tokens, strict=True):
+            sequence = chunk.sequence
+            if sequence.ended:
+                continue
+            self._computed_ahead(chunk, step.flights[sequence])
+            if sequence.generating:  # else it is the last token's own position, wanted for its row
+                outputs += self._sampled(sequence, token)
+            if not sequence.ended:
+                outputs += self._advance(sequence)
+        return outputs
+
+    def _computed_ahead(self, chunk: Chunk, flight: Flight | None) -> None:
+        sequence = chunk.sequence
+        sequence.num_computed = chunk.end
+        self._parts.prefixes.register(sequence)
+        if sequence.capture is not None and flight is not None:
+            sequence.capture.confirm(flight)
+            sequence.capture.hand_over(chunk.end)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """The end of a sequence in the scheduler. What a step that is under way computes of it is withdrawn."""
+        del self._sequences[sequence.request.request_id]
+        sequence.ended = True
+        step = self._ahead
+        under_way = step is not None and sequence in step.flights
+        self.scheduler.remove(sequence, keep_blocks=under_way)
+        if step is not None and under_way:
+            step.left_behind.append(sequence.tables)
+            flight = step.flights[sequence]
+            if flight is not None and sequence.capture is not None:
+                sequence.capture.withdraw(flight)
+
+    def _check_failures(self) -> None:
+        if self._failed_steps >= _FAILED_STEPS_IN_A_ROW:
+            raise StepFailed(f"{self._failed_steps} steps in a row have failed")
+
     def _judge(self, outcome: StepOutcome) -> None:
         """Counts steps that the engine is to blame for. Those that have failed have given their blocks back by now."""
         works = bool(outcome.computed) or self._steps.can_compute()
@@ -196,7 +277,7 @@ class EngineCore:
 
     def _update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
         for chunk in batch.chunks:
-            self._computed(chunk)
+            self._computed(chunk, result.landing)
         for sequence, scored in result.prompt_logprobs:
             sequence.prompt_logprobs.extend(scored)
         outputs = []
@@ -207,12 +288,12 @@ class EngineCore:
                 outputs += self._advance(chunk.sequence)
         return outputs
 
-    def _computed(self, chunk: Chunk) -> None:
+    def _computed(self, chunk: Chunk, landing: Landing | None) -> None:
         sequence = chunk.sequence
         sequence.num_computed = chunk.end
         self._parts.prefixes.register(sequence)
         if sequence.capture is not None:
-            sequence.capture.commit(chunk.end)
+            sequence.capture.commit(chunk.end, landing)
             sequence.capture.hand_over(chunk.end)
 
     def _sampled(self, sequence: Sequence, token: SampledToken | EngineError) -> list[RequestOutput]:
@@ -256,10 +337,9 @@ class EngineCore:
         if not sequence.done:
             return []
         request_id, capture = sequence.request.request_id, sequence.capture
-        del self._sequences[request_id]
-        self.scheduler.remove(sequence)
+        self._let_go(sequence)
         if capture is not None:
-            self._writing[request_id] = capture.job
+            self._writing[request_id] = capture
             capture.finish(sequence.token_ids, sequence.num_saved_rows, sequence.num_prompt_tokens)
         if sequence.finish_reason is not None:
             return []
@@ -278,8 +358,7 @@ class EngineCore:
 
     def _drop(self, sequence: Sequence, reason: FinishReason, error: EngineError, save_error: SaveError) -> list[RequestOutput]:
         """Takes a sequence out before it is done. Where its text was done already, it is heard of through its save."""
-        del self._sequences[sequence.request.request_id]
-        self.scheduler.remove(sequence)
+        self._let_go(sequence)
         if sequence.capture is not None:
             sequence.capture.cancel(save_error)
         if sequence.finish_reason is not None:

@@ -35,18 +35,23 @@ class Candidates:
     ids: torch.Tensor | None = None  # [rows, candidates]
 
 
-def draw(lots: Lots, top_k: int) -> torch.Tensor:
-    """Token ids `[rows]`. `top_k` holds for all rows; 0: no limit."""
+def draw(lots: Lots, top_k: int, *, nucleus: bool = True) -> torch.Tensor:
+    """Token ids `[rows]`. `top_k` holds for all rows; 0: no limit. `nucleus`: whether some row's `top_p` is below 1.
+
+    On a device other than the CPU the host waits for nothing.
+    """
     if top_k:
         return _pick(top_k_candidates(lots, top_k), lots.uniform)
-    if not (lots.top_p < 1).any():
+    if not nucleus:
         return _pick(all_candidates(lots), lots.uniform)
+    if lots.scores.device.type != "cpu":
+        return _pick(nucleus_candidates(lots, lots.scores.shape[-1])[0], lots.uniform)
     return _draw_from_nucleus(lots)
 
 
 def _draw_from_nucleus(lots: Lots) -> torch.Tensor:
     rows, vocab = lots.scores.shape
-    narrow = [width for width in NUCLEUS_WIDTHS if width < vocab and lots.scores.device.type == "cpu"]
+    narrow = [width for width in NUCLEUS_WIDTHS if width < vocab]
     ids = torch.empty(rows, dtype=torch.int64, device=lots.scores.device)
     rest = torch.arange(rows, device=ids.device)
     for width in (*narrow, vocab):

@@ -21,6 +21,8 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     if count >= scores.shape[-1]:
         values, index = scores.sort(dim=-1, descending=True, stable=True)
         return values, index
+    if scores.device.type != "cpu":
+        return largest_without_waiting(scores, count)
     values, index = scores.topk(count + 1)  # one more shows whether the last place is shared
     if not (values[:, 1:] == values[:, :-1]).any():
         return values[:, :count], index[:, :count]
@@ -28,6 +30,17 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     above, equal = scores > bound, scores == bound
     room = count - above.sum(-1, keepdim=True)
     index = (above | (equal & (equal.cumsum(-1) <= room))).nonzero()[:, 1].view(-1, count)  # ascending
+    values, order = scores.gather(-1, index).sort(dim=-1, descending=True, stable=True)
+    return values, index.gather(-1, order)
+
+
+def largest_without_waiting(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `largest` gives, without a look at whether the last place is shared: a device would have to be waited for."""
+    bound = scores.topk(count).values[:, -1:]
+    above, equal = scores > bound, scores == bound
+    room = count - above.sum(-1, keepdim=True)
+    kept = above | (equal & (equal.cumsum(-1) <= room))  # just `count` of every row
+    index = torch.where(kept, scores, -torch.inf).topk(count).indices.sort(-1).values
     values, order = scores.gather(-1, index).sort(dim=-1, descending=True, stable=True)
     return values, index.gather(-1, order)
 

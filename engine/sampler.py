@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.device_streams import to_device
 from engine.draw import Lots, draw
 from engine.errors import EngineError
 from engine.logprobs import rows_at_once, token_logprobs
@@ -41,6 +42,16 @@ class SampledToken:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Tokens that were chosen on the device."""
+
+    ids: torch.Tensor  # [rows] int64; -1: the row's logits were not finite
+    reported: Sequence[int]
+    """Rows whose log-probabilities were asked for."""
+    raw: torch.Tensor | None  # [reported, vocab], their untouched logits
+
+
 class Sampler:
     """Belongs to the engine thread. Requests without a seed share one generator, seeded by the operating system."""
 
@@ -55,25 +66,34 @@ class Sampler:
 
         A row whose logits hold NaN or +inf (or nothing but -inf) gets an `EngineError` instead; the other rows are not affected.
         """
-        assert logits.shape == (len(rows), self._vocab_size)
         if not rows:
             return []
+        choice = self.choose(logits, rows)
+        return self.answers(choice, rows, choice.ids.tolist())
+
+    def choose(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> "Choice":
+        """The first half of `sample`: nothing of it waits for a device, but for penalties."""
+        assert logits.shape == (len(rows), self._vocab_size)
         reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        raw = logits[reported]  # a copy
+        raw = logits[reported] if reported else None  # a copy
         for i, row in enumerate(rows):
             if needs_penalties(row.params):
                 penalise(logits[i], row.params, row.prompt_token_ids, row.output_token_ids)
         best, ids = logits.max(-1)  # of equal ones the lowest id
         sound = best.isfinite()
         self._draw(logits, best, sound, rows, ids)
-        chosen: list[int] = ids.masked_fill_(~sound, -1).tolist()
-        return self._answers(chosen, self._logprobs(raw, reported, rows, chosen))
+        return Choice(ids.masked_fill_(~sound, -1), reported, raw)
+
+    def answers(self, choice: "Choice", rows: Sequence[SampledRow], chosen: Sequence[int]) -> list[SampledToken | EngineError]:
+        """The second half: `chosen` are the choice's ids on the host."""
+        logprobs = {} if choice.raw is None else self._logprobs(choice.raw, choice.reported, rows, chosen)
+        return self._answers(chosen, logprobs)
 
     def _draw(self, logits: torch.Tensor, best: torch.Tensor, sound: torch.Tensor, rows: Sequence[SampledRow], ids: torch.Tensor) -> None:
         """Overwrites the ids of rows that aren't greedy."""
-        for (top_k, _, _), members in self._alike(rows).items():
+        for (top_k, nucleus, _), members in self._alike(rows).items():
             params = [rows[i].params for i in members]
-            index = torch.tensor(members, device=self._device)
+            index = to_device(torch.tensor(members), self._device)
             temperature = self._column([max(p.temperature, MIN_TEMPERATURE) for p in params])
             scores = (logits[index] - best[index, None]) / temperature  # the largest is 0, so none can overflow
             lots = Lots(
@@ -82,7 +102,7 @@ class Sampler:
                 self._column([p.min_p for p in params]),
                 self._uniform([rows[i] for i in members]),
             )
-            ids[index] = draw(lots, top_k)
+            ids[index] = draw(lots, top_k, nucleus=nucleus)
 
     def _alike(self, rows: Sequence[SampledRow]) -> dict[tuple[int, bool, int], list[int]]:
         """Rows that can be drawn for together: the same top-k, and with or without top-p. Bounded in size.
@@ -123,4 +143,4 @@ class Sampler:
         ]
 
     def _column(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+        return to_device(torch.tensor(values, dtype=torch.float32), self._device)[:, None]

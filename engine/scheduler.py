@@ -63,10 +63,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence that is done or aborted and takes its blocks back."""
+    def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
+        """Forgets a sequence that is done or aborted and takes its blocks back, unless a step that is under way still uses them."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self._kv.release(sequence.tables)
+        if not keep_blocks:
+            self._kv.release(sequence.tables)
 
     def use_fewer_tokens(self, num_tokens: int) -> None:
         """A step of `num_tokens` has run out of memory: the next ones are at most half as large."""
@@ -92,6 +93,36 @@ class Scheduler:
         if blocked and plan.starved:
             self._preempt(plan, max(plan.starved, key=lambda s: s.order))
         return list(plan.chunks.values()), ready
+
+    def schedule_ahead(self, sequences: list[Sequence]) -> list[Chunk] | None:
+        """One further position of each of the sequences, whose step before is under way, before it is known which tokens that gave.
+
+        None, and nothing given out, where others would have to take part in the next step, or where blocks or pages don't suffice.
+        """
+        room = len(self.running) < self._max_running
+        if not sequences or (self.waiting and room) or len(sequences) > self._batch_tokens:
+            return None
+        rows_left = self._max_capture_rows
+        for number, sequence in enumerate(sequences):
+            start, capture = len(sequence.token_ids), sequence.capture
+            if capture is not None:
+                got_pages = capture.reserve(start, start + 1, start) > start
+                rows_left = None if rows_left is None else rows_left - capture.num_rows_planned
+                if not got_pages or (rows_left is not None and rows_left < 0):
+                    self._give_up(sequences[: number + 1])
+                    return None
+            if self._kv.extend(sequence.tables, start, start + 1) == start:
+                self._give_up(sequences[: number + 1])
+                return None
+        self._step += 1
+        for sequence in sequences:
+            sequence.last_step = self._step
+        return [Chunk(sequence, len(sequence.token_ids), 1) for sequence in sequences]
+
+    def _give_up(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.capture is not None:
+                sequence.capture.clip(0)
 
     def _in_turn(self, singles: list[Sequence], limit: int) -> list[tuple[Sequence, int]]:
         """Running sequences with the tokens each may have at most.

@@ -37,6 +37,8 @@ class Sequence:
     first_token_ns: int | None = None
     generating: bool = field(init=False)
     finish_reason: FinishReason | None = None
+    ended: bool = False
+    """The engine has let go of it."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:

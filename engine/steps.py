@@ -26,7 +26,10 @@ _log = logging.getLogger(__name__)
 class Runner(Protocol):
     """What is needed of `ModelRunner`."""
 
+    @property
+    def busy(self) -> bool: ...
     def execute(self, batch: Batch) -> StepResult: ...
+    def collect(self, *, wait: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,8 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "Model", "compute dtype")
     max_model_len: int | None = _option(None, "Model", "context limit in tokens", "the model's", "TOKENS", ge=1)
     attention: AttentionName = _option("auto", "Model", "attention backend; auto takes the first that can run")
+    cuda_graphs: Switch = _option("auto", "Model", "replay the steps of generated text as CUDA graphs")
+    overlap: Switch = _option("auto", "Model", "on a GPU, launch a step of text before the last one's tokens are looked at")
     native_kernels: Switch = _option("auto", "Model", "compiled kernels on a CPU; auto takes them where a C compiler can make them")
     trim_last_layer: bool = _option(True, "Model", "leave out what nobody wants of the last layer")
     threads: int | None = _option(None, "Model", "compute threads on a CPU", "cores", "COUNT", ge=1)
@@ -327,6 +329,8 @@ def engine_config(settings: Settings, folder: Path, umask: int) -> EngineConfig:
         max_running=settings.max_running,
         max_queued=settings.max_queued,
         attention=settings.attention,
+        cuda_graphs=settings.cuda_graphs,
+        overlap=settings.overlap,
         native_kernels=settings.native_kernels,
         trim_last_layer=settings.trim_last_layer,
         threads=settings.threads,

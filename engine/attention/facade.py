@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -79,6 +79,7 @@ class RefillableContext(AttentionContext, Protocol):
         """
 
 
+@runtime_checkable
 class GraphBackend(AttentionBackend, Protocol):
     """A backend whose steps of single rows can be captured in a CUDA graph."""
 

@@ -1,21 +1,52 @@
 """The way of captured rows from the device to their pages in host memory."""
 
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from engine.device_streams import CopyStream, Moment, copy_stream
+
+
+class Landing:
+    """The rows of one step that are on their way to their pages."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[], None]] = []
+
+    def then(self, listener: Callable[[], None]) -> None:
+        """`listener` is called once the rows stand in their pages, on the engine thread."""
+        self._listeners.append(listener)
+
+    def land(self) -> None:
+        for listener in self._listeners:
+            listener()
+        self._listeners.clear()
+
 
 class RowSink(Protocol):
-    """Takes the rows of one step. They stand in their pages once `flush` has returned."""
+    """Takes the rows of one step at a time. Rows land in the order of their steps."""
 
     @property
     def capacity(self) -> int | None:
         """Rows (times layers) that one step may put; None: no limit."""
 
-    def put(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """`rows` `[n, width]` on the model's device, `slots` `[n]` int64 on the host: row numbers in the store."""
+    @property
+    def busy(self) -> bool:
+        """Whether rows are on their way."""
 
-    def flush(self) -> None: ...
+    def put(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """`rows` `[n, width]` on the model's device, `slots` `[n]` int64 on the host: row numbers in the store.
+
+        What the slots hold must be nobody's until the rows have landed.
+        """
+
+    def flush(self) -> Landing | None:
+        """Sends the step's rows off without waiting for them. None: they stand in their pages already."""
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Lets land what has arrived; with `wait`, at least the oldest step's rows that are on their way."""
 
     def discard(self) -> None:
         """The step has failed: rows that were put and not flushed are forgotten."""
@@ -25,6 +56,7 @@ class DirectSink:
     """For a model in host memory: one indexed copy per layer and step."""
 
     capacity: int | None = None
+    busy = False
 
     def __init__(self, store_rows: torch.Tensor) -> None:
         self._store_rows = store_rows  # [pages * page_size, width]
@@ -32,54 +64,92 @@ class DirectSink:
     def put(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         self._store_rows.index_copy_(0, slots, rows)
 
-    def flush(self) -> None:
+    def flush(self) -> Landing | None:
+        """Nothing is under way."""
+        return None
+
+    def collect(self, *, wait: bool = False) -> None:
         """Nothing is under way."""
 
     def discard(self) -> None:
         """Rows that were copied too early lie in pages that nobody reads before they are written again."""
 
 
-class StagedSink:
-    """For a model on another device: rows are gathered in one bounded staging buffer, copied in one transfer on a stream of their
-    own into pinned memory, and scattered to pages on the host.
+class _Buffer:
+    """One step's rows: gathered on the device, then copied to the host by one transfer."""
 
-    The staging buffer isn't written again before its transfer has ended, which `flush` waits for.
+    def __init__(self, capacity: int, like: torch.Tensor, device: torch.device, pinned: bool) -> None:
+        shape = (capacity, like.shape[1])
+        self.staging = torch.empty(shape, dtype=like.dtype, device=device)
+        self.host = torch.empty(shape, dtype=like.dtype, pin_memory=pinned)
+        self.slots: list[torch.Tensor] = []
+        self.used = 0
+
+    def clear(self) -> None:
+        self.slots.clear()
+        self.used = 0
+
+
+class StagedSink:
+    """For a model on another device: rows are gathered in a bounded staging buffer, copied by one transfer on a stream of its own
+    into pinned memory, and scattered to pages on the host once they are there.
+
+    There are several buffers in turn, so that a step can fill one while another's rows are on their way. None is written again
+    before its rows have landed: who puts rows while all are under way waits for the oldest.
     """
 
-    def __init__(self, store_rows: torch.Tensor, capacity: int, device: torch.device) -> None:
-        width, dtype = store_rows.shape[1], store_rows.dtype
+    def __init__(
+        self, store_rows: torch.Tensor, capacity: int, device: torch.device, *, stream: CopyStream | None = None, num_buffers: int = 2
+    ) -> None:
         self.capacity: int = capacity
         self._store_rows = store_rows
-        self._staging = torch.empty(capacity, width, dtype=dtype, device=device)
-        self._host = torch.empty(capacity, width, dtype=dtype, pin_memory=device.type == "cuda")
-        self._slots: list[torch.Tensor] = []
-        self._used = 0
-        self._stream = torch.Stream(device) if device.type == "cuda" else None
+        self._stream = stream or copy_stream(device)
+        self._free = deque(_Buffer(capacity, store_rows, device, self._stream.pinned) for _ in range(num_buffers))
+        self._filling: _Buffer | None = None
+        self._under_way: deque[tuple[_Buffer, Moment, Landing]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._under_way)
 
     def put(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        end = self._used + rows.shape[0]
+        buffer = self._filling = self._filling or self._take()
+        end = buffer.used + rows.shape[0]
         assert end <= self.capacity, "the scheduler counts rows against the staging buffer"
-        self._staging[self._used : end].copy_(rows)
-        self._slots.append(slots)
-        self._used = end
+        buffer.staging[buffer.used : end].copy_(rows)
+        buffer.slots.append(slots)
+        buffer.used = end
 
-    def flush(self) -> None:
-        if not self._used:
-            return
-        self._transfer()
-        self._store_rows.index_copy_(0, torch.cat(self._slots), self._host[: self._used])
-        self.discard()
+    def flush(self) -> Landing | None:
+        buffer = self._filling
+        if buffer is None:
+            return None
+        moment, landing = self._stream.copy(buffer.host[: buffer.used], buffer.staging[: buffer.used]), Landing()
+        self._under_way.append((buffer, moment, landing))
+        self._filling = None
+        return landing
+
+    def collect(self, *, wait: bool = False) -> None:
+        while self._under_way and (wait or self._under_way[0][1].passed()):
+            self._land()
+            wait = False
 
     def discard(self) -> None:
-        self._slots.clear()
-        self._used = 0
+        if self._filling is not None:
+            self._filling.clear()
+            self._free.append(self._filling)
+            self._filling = None
 
-    def _transfer(self) -> None:
-        source, target = self._staging[: self._used], self._host[: self._used]
-        if self._stream is None:
-            target.copy_(source)
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._staging.device))
-        with self._stream:
-            target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
+    def _take(self) -> _Buffer:
+        if not self._free:
+            self._land()
+        return self._free.popleft()
+
+    def _land(self) -> None:
+        buffer, moment, landing = self._under_way[0]
+        moment.wait()
+        self._under_way.popleft()
+        self._store_rows.index_copy_(0, torch.cat(buffer.slots), buffer.host[: buffer.used])
+        buffer.clear()
+        self._free.append(buffer)
+        landing.land()

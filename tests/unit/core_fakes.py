@@ -117,6 +117,11 @@ class FakeRunner:
         """A check that failed: for the core it is a failed step like any other, for the test it is not."""
         self._captured: set[tuple[str, LayerId, int]] = set()
 
+    busy = False
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Rows are in their pages at once."""
+
     def execute(self, batch: Batch) -> StepResult:
         self.steps.append([(chunk.sequence.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks])
         if self.error is not None:
@@ -162,7 +167,10 @@ class FakeRunner:
                 assert key not in self._captured, "a row is captured twice"
                 assert _may_be_kept(sequence, position), "a row that nobody keeps is captured"
                 self._captured.add(key)
-                self.store.rows[slot] = value_of(layer, sequence.token_ids[: position + 1], sequence.request.cache_salt)
+                self._put(slot, value_of(layer, sequence.token_ids[: position + 1], sequence.request.cache_salt))
+
+    def _put(self, slot: int, value: float) -> None:
+        self.store.rows[slot] = value
 
 
 def _may_be_kept(sequence: Sequence, position: int) -> bool:
@@ -248,6 +256,7 @@ class Bench:
         prefix_cache: bool = True,
         max_rows: int | None = None,
         runner: type[FakeRunner] = FakeRunner,
+        overlap: bool = False,
     ) -> None:
         groups = [make_group((0, 2), None, full_size, full_blocks), make_group((1,), WINDOW, sliding_size, sliding_blocks)]
         self.kv = KVCache(groups)
@@ -276,6 +285,7 @@ class Bench:
             frozenset(),
             torch.device("cpu"),
             prefix_cache,
+            overlap=overlap,
         )
         self.core = EngineCore(parts, self.listener, self.released.append)
         self.requests: dict[str, EngineRequest] = {}

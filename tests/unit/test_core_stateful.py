@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from engine.errors import InvalidRequest
 from engine.layers import LayerId
 from engine.saves.spec import RowSelection
-from tests.unit.core_fakes import MAX_MODEL_LEN, VOCAB, Bench, next_token
+from tests.unit.ahead_runner import AheadRunner
+from tests.unit.core_fakes import MAX_MODEL_LEN, VOCAB, Bench, FakeRunner, next_token
+from tests.unit.staged_runner import StagedRunner
 
 BASES = ([0, 1, 1, 0, 2, 3, 1, 4] * 3, [0, 1, 1, 0, 4, 4, 2, 0, 3, 3, 1, 2] * 2)
 """Few, and with a common beginning, so that prefixes are hit often."""
@@ -21,6 +23,9 @@ PAIRS = (((0, None),), ((-1, None),), ((0, 2), (-3, -1)), ((1, 4),), ((2, -2),),
 
 class CoreMachine(RuleBasedStateMachine):
     """Requests come, are computed, aborted and written in any order."""
+
+    runner: type[FakeRunner] = FakeRunner
+    overlap = False
 
     @initialize(
         sizes=st.sampled_from([(1, 1, 4), (2, 2, 4), (2, 2, 2), (4, 2, 2), (2, 3, 1), (2, 1, 3), (4, 4, 4)]),
@@ -56,6 +61,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_running=running,
             prefix_cache=prefix_cache,
             max_rows=max_rows,
+            runner=self.runner,
+            overlap=self.overlap,
         )
         self.num_added = 0
         self.aborted: set[str] = set()
@@ -176,3 +183,36 @@ CoreMachine.TestCase.settings = settings(
     max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 TestCoreMachine = CoreMachine.TestCase
+
+
+class StagedMachine(CoreMachine):
+    """The same, where captured rows are long on their way to their pages."""
+
+    runner = StagedRunner
+
+    @rule(count=st.integers(1, 3))
+    def device_gets_on(self, count: int) -> None:
+        runner = self.bench.runner
+        assert isinstance(runner, StagedRunner)
+        runner.stream.advance(count)
+
+    @rule(fast=st.booleans())
+    def device_turns_fast_or_slow(self, fast: bool) -> None:
+        runner = self.bench.runner
+        assert isinstance(runner, StagedRunner)
+        runner.lands_midway = fast
+
+
+StagedMachine.TestCase.settings = settings(CoreMachine.TestCase.settings, max_examples=150)
+TestStagedMachine = StagedMachine.TestCase
+
+
+class AheadMachine(StagedMachine):
+    """The same, where the next step of text is computed before the last one's tokens are looked at."""
+
+    runner = AheadRunner
+    overlap = True
+
+
+AheadMachine.TestCase.settings = StagedMachine.TestCase.settings
+TestAheadMachine = AheadMachine.TestCase

@@ -266,7 +266,7 @@ def test_three_failed_steps_in_a_row_kill_the_engine_and_everybody_is_answered(
 ) -> None:
     engine, recorder = start(max_running=1)
     recorder.gate.clear()
-    failing(monkeypatch, 0, 1, 2)
+    failing(monkeypatch, *range(6))  # each of the three, and the engine's own probe after it
     for i in range(5):
         engine.submit(request(f"r{i}", path=tmp_path))
     recorder.gate.set()

@@ -42,6 +42,8 @@ def test_defaults_are_those_of_the_contract() -> None:
         "device": "auto",
         "dtype": "auto",
         "attention": "auto",
+        "cuda_graphs": "auto",
+        "overlap": "auto",
         "native_kernels": "auto",
         "trim_last_layer": True,
         "max_model_len": None,

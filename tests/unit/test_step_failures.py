@@ -372,6 +372,7 @@ def test_rows_of_a_failed_step_do_not_reach_pages_with_the_next_one() -> None:
     sink.discard()
     sink.put(torch.full((2, 2), 5.0), torch.tensor([3, 4]))
     sink.flush()
+    sink.collect(wait=True)
     assert pages[:, 0].tolist() == [0, 0, 0, 5, 5, 0]
 
 

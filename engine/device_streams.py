@@ -1,0 +1,95 @@
+"""Copies from a device to host memory that nobody waits for, and how to learn that they have ended."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Moment(Protocol):
+    """A point in the work that a device was given."""
+
+    def passed(self) -> bool:
+        """Whether the device is past it. Doesn't wait."""
+
+    def wait(self) -> None:
+        """Makes the host wait until it has passed."""
+
+
+class CopyStream(Protocol):
+    """Copies run in the order in which they were asked for, beside the device's other work."""
+
+    pinned: bool
+    """Whether host memory must be pinned, so that a copy into it needs no one's attention."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
+        """Fills `target`, on the host, from `source` as it is after all that the device's current stream was given so far.
+
+        Until the moment has passed `target` holds nothing of use, and `source` must not be written, nor its memory used again.
+        """
+
+
+MakeStream = Callable[[torch.device], CopyStream]
+
+
+class HostStream:
+    """For a model in host memory, where there is nothing to wait for."""
+
+    pinned = False
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
+        target.copy_(source)
+        return _Past()
+
+
+class DeviceStream:
+    """A stream of its own on an accelerator."""
+
+    pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+        event = torch.Event(self._device)
+        event.record(self._stream)
+        return _Recorded(event, source)
+
+
+def copy_stream(device: torch.device) -> CopyStream:
+    """What copies from this device need."""
+    return HostStream() if device.type == "cpu" else DeviceStream(device)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device that the host doesn't wait for: out of pinned memory, since from any other it would."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+class _Past:
+    def passed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """It has passed."""
+
+
+class _Recorded:
+    """Keeps the source alive: the allocator would give its memory to the next tensor of the stream that made it."""
+
+    def __init__(self, event: torch.Event, source: torch.Tensor) -> None:
+        self._event = event
+        self._source: torch.Tensor | None = source
+
+    def passed(self) -> bool:
+        if self._event.query():
+            self._source = None
+        return self._source is None
+
+    def wait(self) -> None:
+        self._event.synchronize()
+        self._source = None

@@ -1,0 +1,136 @@
+"""A core around a tiny random model and a backend for pages whose kernels are doubles: what runs on a GPU, run on a processor.
+
+Caches, pages and the outputs of graphs are full of NaN wherever nothing was written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.gpu.model import TINY, random_model
+from engine.attention.facade import AttentionBackend
+from engine.attention.flashinfer import FlashInferBackend
+from engine.attention.varlen import VarlenBackend
+from engine.batch import Batch
+from engine.cache.kv import KVCache, KVGroup
+from engine.cache.sink import DirectSink, RowSink
+from engine.cache.spec import group_layers
+from engine.cache.states import StateStore
+from engine.core import CoreParts, EngineCore
+from engine.graphs import DecodeGraphs, Replay
+from engine.layers import LayerId
+from engine.limits import RequestLimits
+from engine.prefix import PrefixFinder
+from engine.request import EngineRequest, SamplingParams
+from engine.runner import Launched, ModelRunner
+from engine.saves.spec import SaveSpec
+from engine.scheduler import Scheduler
+from tests.unit.core_fakes import FakeJob, Listener, Target
+from tests.unit.deferred_stream import DeferredStream
+from tests.unit.paged_kernels import FakeFlashInfer, FakeVarlen
+
+CPU = torch.device("cpu")
+MAX_LEN = 512
+
+
+def make_backend(name: str) -> AttentionBackend:
+    return VarlenBackend(CPU, FakeVarlen()) if name == "varlen" else FlashInferBackend(CPU, FakeFlashInfer(), 1024)
+
+
+@dataclass
+class FakeRecorder:
+    """A recording that is run again instead of replayed; before that, everything a graph may write holds NaN."""
+
+    recorded: int = 0
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    error: Exception | None = None
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        if self.error is not None:
+            raise self.error
+        self.recorded += 1
+        work()
+
+        def replay() -> None:
+            for output in self.outputs:
+                output.fill_(math.nan)
+            work()
+
+        return replay
+
+
+class CountingRunner(ModelRunner):
+    """Counts the steps whose tokens were not known when they were launched."""
+
+    num_ahead = 0
+
+    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
+        self.num_ahead += before is not None
+        return super().launch(batch, before)
+
+
+class DecodeBench:
+    """Takes requests, and steps until they are done."""
+
+    def __init__(
+        self,
+        backend: str = "varlen",
+        recorder: FakeRecorder | None = None,
+        sink: Callable[[torch.Tensor], RowSink] = DirectSink,
+        *,
+        overlap: bool = False,
+        stream: DeferredStream | None = None,
+    ) -> None:
+        self.model = random_model(TINY, CPU)
+        attention = make_backend(backend)
+        size = attention.default_block_size
+        specs = group_layers(self.model.kv_layers(), size, self.model.dtype)
+        self.kv = KVCache([KVGroup(spec, 30, CPU, poison=True) for spec in specs])
+        for group in self.kv.groups:  # padding is written to the null block, and read from there
+            assert group.keys[:, 0].isnan().all()
+        self.store = StateStore(300, size, TINY.width, TINY.dtype, poison=True)
+        self.graphs = None if recorder is None else DecodeGraphs(self.model, attention, recorder, max_len=MAX_LEN)  # type: ignore[arg-type]
+        if self.graphs is not None and recorder is not None:
+            recorder.outputs += [self.graphs.logits, self.graphs.states]
+        self.runner = CountingRunner(self.model, self.kv, sink(self.store.rows), attention, self.graphs, stream)
+        prefixes = PrefixFinder(self.kv, size, enabled=True)
+        scheduler = Scheduler(self.kv, prefixes, max_batch_tokens=200, max_running=16)
+        limits = RequestLimits(TINY.layers, TINY.vocab, MAX_LEN, self.kv, size, 299, None)
+        self.listener = Listener()
+        self.released: list[list[int]] = []
+        parts = CoreParts(self.kv, self.store, scheduler, prefixes, self.runner, limits, frozenset(), CPU, True, overlap=overlap)
+        self.core = EngineCore(parts, self.listener, self.released.append)  # type: ignore[arg-type]  # a list is a sequence
+        self.jobs: dict[str, FakeJob] = {}
+
+    def add(self, name: str, prompt: list[int], sampling: SamplingParams, layers: tuple[LayerId, ...] | None = None) -> None:
+        save = None if layers is None else SaveSpec(name, Target(), layers, "float32", include_output_tokens=True)
+        if save is not None:
+            self.jobs[name] = FakeJob(save, self.store)
+        self.core.add(EngineRequest(name, prompt, sampling, save), self.jobs.get(name))
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        while self.core.has_work:
+            self.core.step()
+            for job in self.jobs.values():
+                job.write_all()
+            while self.released:
+                self.core.release_pages(self.released.pop())
+        self.core.check_integrity()
+
+    @property
+    def num_ahead(self) -> int:
+        return self.runner.num_ahead
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.listener.outputs[name] for token in output.token_ids]
+
+    def rows(self, name: str) -> torch.Tensor:
+        """`[positions, layers, width]`."""
+        rows = self.jobs[name].rows
+        assert sorted(rows) == list(range(len(rows)))
+        return torch.stack([rows[position] for position in range(len(rows))])
