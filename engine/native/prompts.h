@@ -119,7 +119,7 @@ static void attend_tile(const float *query, int64_t query_stride, const float *k
         for (int64_t k = count; k < padded; k++) key_rows[k] = key_rows[count - 1];
         for (int64_t k = 0; k < padded; k += STEP) score_keys(key_rows + k, queries, dim, scores + k * QUERY_ROWS);
         if (soft_cap > 0.0f) {
-            for (int64_t j = 0; j < count * QUERY_ROWS; j++) scores[j] = soft_cap * (2.0f * sigmoid(2.0f * scores[j] / soft_cap) - 1.0f);
+            for (int64_t j = 0; j < count * QUERY_ROWS; j++) scores[j] = soft_cap * hyperbolic_tangent(scores[j] / soft_cap);
         }
         if (low + count > start || (window && low <= end - 1 - window)) hide(scores, low, count, position_of, window);
         weigh(scores, count, largest, sum, shrink);

@@ -129,7 +129,7 @@ static inline __attribute__((always_inline)) void NAME(attend_part)(const struct
                 scores[p] = sum_of(products);
             }
             if (part->soft_cap > 0.0f) {
-                for (int64_t p = 0; p < count; p++) scores[p] = part->soft_cap * (2.0f * sigmoid(2.0f * scores[p] / part->soft_cap) - 1.0f);
+                for (int64_t p = 0; p < count; p++) scores[p] = part->soft_cap * hyperbolic_tangent(scores[p] / part->soft_cap);
             }
             for (int64_t p = 0; p < count; p++) largest = scores[p] > largest || isnan(scores[p]) ? scores[p] : largest;
             float shrink = exponential(head[0] - largest);

@@ -155,7 +155,7 @@ def test_attention_reads_its_own_positions_and_nothing_else(
     kernels.attend_decodes(query, rows, (cache[0], cache[1]), tables, (begins, ends), block_size, scale, soft_cap, out)
 
     # Values are of the order of 1, but their mean may be close to nothing.
-    assert (out[rows].double() - expected).abs().max() < 4 * TOLERANCE[dtype]
+    assert (out[rows].double() - expected).abs().max() < 8 * TOLERANCE[dtype]
     assert out[0].isnan().all(), "a row of no sequence was written"
 
 
