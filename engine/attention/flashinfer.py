@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.facade import AttentionNeeds, FixedShape, GroupPlan, SequencePlan
-from engine.attention.paged import KernelGroup, PagedContext, Step
+from engine.attention.paged import KernelGroup, PagedContext, Step, device_refusal
 from engine.attention.slots import IntArray
 from engine.attention.transfer import Fence, StepBuffer
 from engine.errors import ConfigError
@@ -137,12 +137,9 @@ class FlashInferBackend:
     @staticmethod
     def refusal(needs: AttentionNeeds) -> str | None:
         """See `select.Candidate`."""
-        if needs.capability is None:
-            return "it needs a CUDA device"
-        if needs.capability < (8, 0):
-            return f"it needs compute capability 8.0, this device has {needs.capability[0]}.{needs.capability[1]}"
-        if needs.dtype not in (torch.bfloat16, torch.float16):
-            return f"it computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}"
+        general = device_refusal(needs)
+        if general is not None:
+            return general
         unfit = sorted(needs.head_dims - {*_HEAD_DIMS})
         if unfit:
             return f"it takes heads {', '.join(map(str, _HEAD_DIMS))} wide, not {unfit[0]}"

@@ -7,9 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.facade import FixedShape, GroupPlan, SequencePlan
+from engine.attention.facade import AttentionNeeds, FixedShape, GroupPlan, SequencePlan
 from engine.attention.pages import GroupPages, StepRows, find_pages
 from engine.models.base import AttentionOptions
+
+
+def device_refusal(needs: AttentionNeeds) -> str | None:
+    """Why such a backend can't run on the device and in the dtype, None where it can."""
+    if needs.capability is None:
+        return "it needs a CUDA device"
+    if needs.capability < (8, 0):
+        return f"it needs compute capability 8.0, this device has {needs.capability[0]}.{needs.capability[1]}"
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,13 @@ class _Access:
 
 
 class SdpaBackend:
-    """Attention through torch's own operators; the one that others are compared with. See `AttentionBackend`."""
+    """Through torch's operators, which others are compared with, or compiled kernels on a CPU. See `AttentionBackend`."""
 
     name = "sdpa"
     default_block_size = 32
 
     def __init__(self, device: torch.device, kernels: Kernels | None = None) -> None:
-        """`kernels`, of the cache's dtype, take over decoding on a CPU."""
+        """`kernels`, of the cache's dtype, take over on a CPU: single new positions, and in float32 several too."""
         on_cpu = device.type == "cpu"
         self.device = device
         self.kernels = kernels
@@ -151,11 +151,11 @@ class _Group:
         values.index_copy_(0, access.slots, value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if access.paged_decodes is not None:
-            self._attend_paged(access.paged_decodes, query, (keys, values), options, out)
+            self._attend_decodes_natively(access.paged_decodes, query, (keys, values), options, out)
         for decodes in access.decodes:
             out.index_copy_(0, decodes.rows, self._attend_decodes(decodes, query, keys, values, options))
         if access.paged_chunks is not None:
-            self._attend_paged_chunks(access.paged_chunks, query, (keys, values), options, out)
+            self._attend_chunks_natively(access.paged_chunks, query, (keys, values), options, out)
         for chunk in access.chunks:
             self._attend_chunk(chunk, query, (key, value), (keys, values), options, out)
         return out
@@ -168,7 +168,7 @@ class _Group:
             self._access[key] = _AccessPlanner(self.plan, tables, sequences, window, self._backend, heads).plan()
         return self._access[key]
 
-    def _attend_paged(
+    def _attend_decodes_natively(
         self,
         decodes: _PagedDecodes,
         query: torch.Tensor,
@@ -181,7 +181,7 @@ class _Group:
         size = self.plan.block_size
         kernels.attend_decodes(query, decodes.rows, cache, decodes.tables, seen, size, options.scale, options.soft_cap, out)
 
-    def _attend_paged_chunks(
+    def _attend_chunks_natively(
         self,
         chunks: _PagedChunks,
         query: torch.Tensor,

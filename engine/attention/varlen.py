@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from engine.attention.facade import AttentionNeeds, FixedShape, GroupPlan, SequencePlan
-from engine.attention.paged import KernelGroup, PagedContext, Step
+from engine.attention.paged import KernelGroup, PagedContext, Step, device_refusal
 from engine.attention.sdpa import SdpaBackend, SdpaContext
 from engine.attention.transfer import StepBuffer
 from engine.errors import ConfigError
@@ -64,12 +64,9 @@ class VarlenBackend:
     @staticmethod
     def refusal(needs: AttentionNeeds) -> str | None:
         """See `select.Candidate`."""
-        if needs.capability is None:
-            return "it needs a CUDA device"
-        if needs.capability < (8, 0):
-            return f"it needs compute capability 8.0, this device has {needs.capability[0]}.{needs.capability[1]}"
-        if needs.dtype not in (torch.bfloat16, torch.float16):
-            return f"it computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}"
+        general = device_refusal(needs)
+        if general is not None:
+            return general
         unfit = [size for size in sorted(needs.head_dims) if size % 8 or size > _MAX_HEAD_DIM]
         if unfit:
             return f"it takes heads that are a multiple of 8 and at most {_MAX_HEAD_DIM} wide, not {unfit[0]}"

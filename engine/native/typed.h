@@ -41,27 +41,21 @@ void NAME(rms_norm)(const STATE *hidden, const STATE *delta, STATE *sum, const S
     }
 }
 
-/* out[r, i] = silu(gate_up[r, i]) * gate_up[r, inner + i]; gate_up: [rows, 2 * inner], out: [rows, inner]. */
-void NAME(silu_gate)(const STATE *gate_up, int64_t rows, int64_t inner, STATE *out, int threads) {
-#pragma omp parallel for num_threads(threads_for(rows *inner, threads)) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        const STATE *gate = gate_up + 2 * r * inner, *up = gate + inner;
-        STATE *to = out + r * inner;
-#pragma omp simd
-        for (int64_t i = 0; i < inner; i++) to[i] = STORE(ROUND(silu(LOAD(gate[i]))) * LOAD(up[i]));
+/* out[r, i] = activation(gate_up[r, i]) * gate_up[r, inner + i]; gate_up: [rows, 2 * inner], out: [rows, inner].
+ * A macro, since a function handed to a parallel region would not be inlined. */
+#define GATE(name, activation)                                                                                        \
+    void NAME(name)(const STATE *gate_up, int64_t rows, int64_t inner, STATE *out, int threads) {                     \
+        _Pragma("omp parallel for num_threads(threads_for(rows * inner, threads)) schedule(static)")                  \
+        for (int64_t r = 0; r < rows; r++) {                                                                          \
+            const STATE *gate = gate_up + 2 * r * inner, *up = gate + inner;                                          \
+            STATE *to = out + r * inner;                                                                              \
+            _Pragma("omp simd")                                                                                       \
+            for (int64_t i = 0; i < inner; i++) to[i] = STORE(ROUND(activation(LOAD(gate[i]))) * LOAD(up[i]));        \
+        }                                                                                                             \
     }
-}
 
-/* The same with gelu in its tanh form. */
-void NAME(gelu_tanh_gate)(const STATE *gate_up, int64_t rows, int64_t inner, STATE *out, int threads) {
-#pragma omp parallel for num_threads(threads_for(rows *inner, threads)) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        const STATE *gate = gate_up + 2 * r * inner, *up = gate + inner;
-        STATE *to = out + r * inner;
-#pragma omp simd
-        for (int64_t i = 0; i < inner; i++) to[i] = STORE(ROUND(gelu_tanh(LOAD(gate[i]))) * LOAD(up[i]));
-    }
-}
+GATE(silu_gate, silu)
+GATE(gelu_tanh_gate, gelu_tanh)
 
 /* Rotates each pair (i, i + dim / 2) of every head by its row's angle, after a norm per head where one is given.
  * in: [rows, heads, dim], rows in_stride apart; cosine, signed_sine: [rows, dim], the sine's first half negated;
@@ -72,7 +66,7 @@ void NAME(rotate)(const STATE *in, int64_t in_stride, const STATE *cosine, const
 #pragma omp parallel for num_threads(threads_for(rows *heads *dim, threads)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const STATE *cos_row = cosine + r * dim, *sin_row = signed_sine + r * dim;
-        STATE normed[512];
+        STATE normed[MAX_HEAD_DIM];
         for (int64_t h = 0; h < heads; h++) {
             const STATE *head = in + r * in_stride + h * dim;
             STATE *to = out + (r * heads + h) * dim;
@@ -183,7 +177,8 @@ static void NAME(join_parts)(const float *states, int64_t parts, int64_t part_st
 /* Attention of one new position per sequence over its pages.
  * query, out: [batch rows, heads, dim], query rows query_stride apart; rows: [n], the batch row of each sequence;
  * keys, values: [slots, kv_heads, dim]; tables: [n, table_width] block numbers by position / block_size;
- * begins, ends: [n], the positions seen are begin … end - 1, at least one. soft_cap 0: none. dim is at most 512. Returns 0, or 1 when memory has run out. */
+ * begins, ends: [n], the positions seen are begin … end - 1, at least one. soft_cap 0: none. dim is at most MAX_HEAD_DIM.
+ * Returns 0, or 1 when memory has run out. */
 int NAME(attend_decodes)(const STATE *query, int64_t query_stride, const int64_t *rows, const STATE *keys, const STATE *values,
                          const int64_t *tables, int64_t table_width, const int64_t *begins, const int64_t *ends, int64_t n,
                          int64_t block_size, int64_t heads, int64_t kv_heads, int64_t dim, float scale, float soft_cap, STATE *out,
@@ -232,4 +227,5 @@ int NAME(attend_decodes)(const STATE *query, int64_t query_stride, const int64_t
     return 0;
 }
 
+#undef GATE
 #undef ROUND

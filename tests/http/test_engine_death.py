@@ -108,7 +108,8 @@ def test_when_the_engine_breaks_everybody_is_answered_and_the_process_ends_with_
         assert [path for path in (tmp_path / "saves").rglob("*") if path.is_file()] == []
 
 
-def test_one_bad_request_hears_a_500_and_its_neighbours_their_text(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+def stumble_over_prompts_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step fails that a prompt of eight tokens, "Goodbye", is part of."""
     execute = ModelRunner.execute
 
     def stumbles(runner: ModelRunner, batch: Batch) -> StepResult:
@@ -117,6 +118,10 @@ def test_one_bad_request_hears_a_500_and_its_neighbours_their_text(services: Ser
         return execute(runner, batch)
 
     monkeypatch.setattr(ModelRunner, "execute", stumbles)
+
+
+def test_one_bad_request_hears_a_500_and_its_neighbours_their_text(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    stumble_over_prompts_of_eight(monkeypatch)
     with services.run() as service, ThreadPoolExecutor(6) as pool:
         good = [pool.submit(service.complete, **BODY | SAVES) for _ in range(5)]
         bad = service.complete(**BODY | SAVES | {"prompt": "Goodbye"})
@@ -134,14 +139,7 @@ def test_one_bad_request_hears_a_500_and_its_neighbours_their_text(services: Ser
 
 
 def test_bad_requests_in_a_row_each_hear_a_500_and_the_service_stays_healthy(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    execute = ModelRunner.execute
-
-    def stumbles(runner: ModelRunner, batch: Batch) -> StepResult:
-        if any(len(chunk.sequence.request.prompt_token_ids) == 8 for chunk in batch.chunks):
-            raise RuntimeError("the model stumbled")
-        return execute(runner, batch)
-
-    monkeypatch.setattr(ModelRunner, "execute", stumbles)
+    stumble_over_prompts_of_eight(monkeypatch)
     with services.run() as service:
         answers = [service.complete(**BODY | SAVES | {"prompt": "Goodbye"}) for _ in range(6)]
         assert [(answer.status_code, answer.json()["error"]["code"]) for answer in answers] == [(500, "engine_error")] * 6
