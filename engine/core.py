@@ -73,6 +73,8 @@ class EngineCore:
         """Those of requests whose text is done, by request id."""
         self._arrivals = 0
         self._failed_steps = 0
+        self._untold: list[RequestOutput] = []
+        """What came of the step that showed the engine to be broken."""
 
     @property
     def has_work(self) -> bool:
@@ -102,7 +104,7 @@ class EngineCore:
     def fail_all(self, error: EngineError) -> None:
         """Answers every request with the error and fails what is being written."""
         reason = SaveError("engine_error", str(error))
-        outputs: list[RequestOutput] = []
+        outputs, self._untold = self._untold, []
         for sequence in list(self._sequences.values()):
             outputs += self._drop(sequence, "error", error, reason)
         for request_id in list(self._writing):
@@ -121,15 +123,14 @@ class EngineCore:
 
         Rows of earlier steps that are still on their way to pages are waited for only where there is nothing to compute without them.
 
-        Raises `StepFailed` once steps keep failing.
+        Raises `StepFailed` once steps keep failing; `fail_all` is next.
         """
         started, before = time.perf_counter(), self.num_computed_tokens
         self._parts.runner.collect()
         outputs = self._end_failed_saves()
         if self._launcher is not None and self._ahead is not None:
             outputs += self._take_ahead(self._launcher, self._ahead)
-            self._listener.on_step(outputs, self.num_computed_tokens - before, time.perf_counter() - started)
-            self._check_failures()
+            self._tell(outputs, self.num_computed_tokens - before, started)
             return True
         chunks, ready = self.scheduler.schedule()
         for sequence in ready:
@@ -139,8 +140,7 @@ class EngineCore:
         if chunks and self._ahead is None:
             outputs += self._run(chunks)
         if outputs or chunks:
-            self._listener.on_step(outputs, self.num_computed_tokens - before, time.perf_counter() - started)
-        self._check_failures()
+            self._tell(outputs, self.num_computed_tokens - before, started)
         landing = self._parts.runner.busy and not chunks and not ready
         if landing:
             self._parts.runner.collect(wait=True)
@@ -257,9 +257,12 @@ class EngineCore:
             if flight is not None and sequence.capture is not None:
                 sequence.capture.withdraw(flight)
 
-    def _check_failures(self) -> None:
+    def _tell(self, outputs: list[RequestOutput], num_tokens: int, started: float) -> None:
+        """Where the engine is broken, `fail_all` tells them instead: who has heard the last failure must not find the engine healthy."""
         if self._failed_steps >= _FAILED_STEPS_IN_A_ROW:
+            self._untold = outputs
             raise StepFailed(f"{self._failed_steps} steps in a row have failed")
+        self._listener.on_step(outputs, num_tokens, time.perf_counter() - started)
 
     def _judge(self, outcome: StepOutcome) -> None:
         """Counts steps that the engine is to blame for. Those that have failed have given their blocks back by now."""

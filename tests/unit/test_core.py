@@ -116,6 +116,8 @@ def test_three_failed_steps_in_a_row_are_the_end_but_not_with_a_good_one_between
         bench.step()
     with pytest.raises(StepFailed, match="3 steps in a row"):
         bench.step()
+    assert ends(bench, "r5") == []  # `fail_all` tells, once the engine is known to be dead
+    bench.core.fail_all(EngineUnavailable("the engine is dead"))
     assert ends(bench, "r2") == [("length", type(None))]
     assert ends(bench, "r5") == [("error", StepFailed)]
 
@@ -132,6 +134,7 @@ def test_who_ended_for_another_reason_in_the_last_step_of_a_dying_engine_is_answ
     bench.jobs["disk"].cancel(SaveError("io_error", "the disk is gone"))
     with pytest.raises(StepFailed):
         bench.step()
+    bench.core.fail_all(EngineUnavailable("the engine is dead"))
     assert ends(bench, "disk") == [("error", SaveError)]
 
 

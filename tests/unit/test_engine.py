@@ -266,12 +266,20 @@ def test_three_failed_steps_in_a_row_kill_the_engine_and_everybody_is_answered(
 ) -> None:
     engine, recorder = start(max_running=1)
     recorder.gate.clear()
+    hear, states = recorder.on_step, []
+
+    def see_the_state_too(outputs: Sequence[RequestOutput], num_tokens: int, seconds: float) -> None:
+        states.extend(engine.state for output in outputs if output.error is not None)
+        hear(outputs, num_tokens, seconds)
+
+    monkeypatch.setattr(recorder, "on_step", see_the_state_too)
     failing(monkeypatch, *range(6))  # each of the three, and the engine's own probe after it
     for i in range(5):
         engine.submit(request(f"r{i}", path=tmp_path))
     recorder.gate.set()
     finish(engine)
     assert [recorder.last(f"r{i}")[1] for i in range(5)] == [StepFailed] * 3 + [EngineUnavailable] * 2
+    assert states == ["running"] * 2 + ["dead"] * 3  # whoever asks after the last answer finds no healthy engine
     assert all(recorder.statuses(f"save-r{i}")[-1] == "failed" for i in range(5))
     with pytest.raises(EngineUnavailable, match="dead"):
         engine.submit(request("late"))
