@@ -1,17 +1,21 @@
 """What the machine could do at best: the model's own matrix products at the best rate found for their shapes, and its weights read once.
 
-For every shape two calls are tried, `linear` with the weight as it lies in a checkpoint and a product with its transposed copy, at several
-numbers of rows; whichever call and number of rows costs least per row is what counts. No system under test has to know of it.
+For every shape three calls are tried, `linear` with the weight as it lies in a checkpoint, with its transposed copy, and with the weight
+packed for oneDNN, at several numbers of rows; whichever call and number of rows costs least per row is what counts. No system under test
+has to know of it.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear
+
+from engine.errors import ConfigError
+from engine.models.linear import DenseLinear, Linear, PackedLinears
 
 MIN_TRIES = 3
 MIN_SECONDS = 0.05
@@ -75,11 +79,10 @@ class ProductClock:
     def measure(self, products: Iterable[Product], row_counts: Iterable[int]) -> None:
         for product in products:
             weight = torch.rand(product.outputs, product.inputs).to(self.dtype)
-            turned = weight.t().contiguous()
+            ways = (DenseLinear(weight), DenseLinear(weight.t().contiguous().t()), *_packed(weight))
             for rows in row_counts:
                 states = torch.rand(rows, product.inputs).to(self.dtype)
-                calls: tuple[Callable[..., torch.Tensor], ...] = (linear, torch.matmul)
-                seconds = min(_best_seconds(call, states, other) for call, other in zip(calls, (weight, turned), strict=True))
+                seconds = min(_best_seconds(way, states) for way in ways)
                 key = (product.name, rows)
                 self.best[key] = min(seconds, self.best.get(key, seconds))
 
@@ -112,10 +115,16 @@ class ProductClock:
             yield f"  {product.name:<20}" + "".join(f"{rate:>8.0f}" for rate in rates)
 
 
-def _best_seconds(call: Callable[..., torch.Tensor], states: torch.Tensor, weight: torch.Tensor) -> float:
+def _packed(weight: torch.Tensor) -> Iterator[Linear]:
+    """Nothing where torch can't."""
+    with suppress(ConfigError):
+        yield PackedLinears(weight.dtype).of(weight)
+
+
+def _best_seconds(product: Linear, states: torch.Tensor) -> float:
     best, tries, until = float("inf"), 0, time.perf_counter() + MIN_SECONDS
     while tries < MIN_TRIES or time.perf_counter() < until:
         started = time.perf_counter()
-        call(states, weight)
+        product(states)
         best, tries = min(best, time.perf_counter() - started), tries + 1
     return best

@@ -27,9 +27,11 @@ class EngineInfo:
     state_cache_rows: int
     """Rows (of one layer each) that fit the hidden-state pages."""
     attention_reason: str = ""
+    """Why that backend runs and not another; empty where there was no choice."""
     native_kernels: str = ""
     """Whether compiled kernels run, or why not."""
-    """Why that backend runs and not another; empty where there was no choice."""
+    packed_weights: str = ""
+    """Whether weights are packed, and why."""
 
 
 class EngineAPI(Protocol):

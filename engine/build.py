@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from engine.allocator import keep_freed_memory
 from engine.api import EngineInfo
 from engine.attention.select import candidates_with, needs_of, select_backend
 from engine.cache.kv import KVCache, KVGroup
@@ -21,6 +22,7 @@ from engine.errors import ConfigError
 from engine.graphs import graphs_for
 from engine.limits import RequestLimits, saved_rows
 from engine.models.base import Model
+from engine.models.linear import choose_linears
 from engine.models.loader import load_model, read_model_config
 from engine.models.ops import NativeOps
 from engine.native.compiler import NoKernels
@@ -76,10 +78,14 @@ def build_engine(
     max_model_len = _max_model_len(config, described.max_model_len)
     threads = config.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
+    if device.type == "cpu":
+        keep_freed_memory()
     kernels, kernels_reason = _kernels(config.native_kernels, device, dtype, threads)
     ops = None if kernels is None else NativeOps(kernels)
-    model = load_model(folder, device=device, dtype=dtype, max_model_len=max_model_len, ops=ops, progress=progress)
-    return assemble(model, config, on_save, max_model_len=max_model_len, threads=threads, kernels=kernels, kernels_reason=kernels_reason)
+    linears, packed_reason = choose_linears(config.packed_weights, dtype, device)
+    model = load_model(folder, device=device, dtype=dtype, max_model_len=max_model_len, ops=ops, linears=linears, progress=progress)
+    parts = assemble(model, config, on_save, max_model_len=max_model_len, threads=threads, kernels=kernels)
+    return replace(parts, info=replace(parts.info, native_kernels=kernels_reason, packed_weights=packed_reason))
 
 
 def assemble(
@@ -90,7 +96,6 @@ def assemble(
     max_model_len: int,
     threads: int,
     kernels: Kernels | None = None,
-    kernels_reason: str = "off",
 ) -> EngineParts:
     """An engine around a model that is there already. Raises `ConfigError`."""
     described, device, dtype = model.config, model.device, model.dtype
@@ -122,7 +127,6 @@ def assemble(
         block_size=block_size,
         attention=attention.backend.name,
         attention_reason=attention.reason,
-        native_kernels=kernels_reason,
         max_batch_tokens=batch_tokens,
         kv_cache_tokens=min(group.pool.total * group.spec.block_size for group in kv.groups),
         state_cache_rows=(num_pages - 1) * block_size,

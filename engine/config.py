@@ -38,6 +38,8 @@ class EngineConfig:
     """The attention backend; auto takes the first one that the device, the dtype, the model and the block size allow."""
     native_kernels: Switch = "auto"
     """Compiled kernels on a CPU; auto takes them where there are some or a C compiler can make them."""
+    packed_weights: Switch = "auto"
+    """Weights laid out for oneDNN's products on a CPU; auto times both ways at start."""
     cuda_graphs: Switch = "auto"
     """Decoding steps recorded as CUDA graphs; auto: where the device and the attention backend have them."""
     overlap: Switch = "auto"

@@ -255,6 +255,7 @@ def _log_start(services: Services) -> None:
     log.info("device %s, dtype %s, context of %d tokens", info.device, info.dtype, info.max_model_len)
     log.info("attention %s: %s", info.attention, info.attention_reason)
     log.info("native kernels: %s", info.native_kernels)
+    log.info("packed weights: %s", info.packed_weights)
     log.info("default layers %s of %d, hidden size %d", layers, info.model.num_layers, info.model.hidden_size)
     log.info(
         "the KV cache holds %d tokens in blocks of %d, the state cache %d rows, a step at most %d tokens",

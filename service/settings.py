@@ -159,6 +159,7 @@ class Settings(BaseSettings):
     cuda_graphs: Switch = _option("auto", "Model", "replay the steps of generated text as CUDA graphs")
     overlap: Switch = _option("auto", "Model", "on a GPU, launch a step of text before the last one's tokens are looked at")
     native_kernels: Switch = _option("auto", "Model", "compiled kernels on a CPU; auto takes them where a C compiler can make them")
+    packed_weights: Switch = _option("auto", "Model", "weights packed for oneDNN on a CPU; auto times both ways at start")
     trim_last_layer: bool = _option(True, "Model", "leave out what nobody wants of the last layer")
     threads: int | None = _option(None, "Model", "compute threads on a CPU", "cores", "COUNT", ge=1)
     tensor_parallel: int = _option(1, "Model", "devices that share each layer; only 1 is supported", metavar="COUNT", ge=1)
@@ -332,6 +333,7 @@ def engine_config(settings: Settings, folder: Path, umask: int) -> EngineConfig:
         cuda_graphs=settings.cuda_graphs,
         overlap=settings.overlap,
         native_kernels=settings.native_kernels,
+        packed_weights=settings.packed_weights,
         trim_last_layer=settings.trim_last_layer,
         threads=settings.threads,
         durability=settings.durability,

@@ -7,6 +7,7 @@ import torch
 from engine.models.base import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
+from engine.models.linear import DenseLinear
 from engine.models.norm import RMSNorm
 from engine.models.rope import DefaultRope
 from engine.models.weights import DecoderWeights, LayerWeights
@@ -59,23 +60,19 @@ def random_model(shape: ModelShape, device: torch.device) -> Decoder:
         queries, fused = shape.heads * shape.head_dim, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         return LayerWeights(
             before_attention=norm(),
-            qkv=matrix(fused, shape.width),
-            qkv_bias=None,
+            qkv=DenseLinear(matrix(fused, shape.width)),
             qk_norm=None,
-            output=matrix(shape.width, queries),
-            output_bias=None,
+            output=DenseLinear(matrix(shape.width, queries)),
             after_attention=None,
             before_mlp=norm(),
-            gate_up=matrix(2 * shape.inner, shape.width),
-            gate_up_bias=None,
-            down=matrix(shape.width, shape.inner),
-            down_bias=None,
+            gate_up=DenseLinear(matrix(2 * shape.inner, shape.width)),
+            down=DenseLinear(matrix(shape.width, shape.inner)),
             after_mlp=None,
         )
 
     with torch.inference_mode():
         layers = tuple(layer() for _ in range(shape.layers))
-        weights = DecoderWeights(matrix(shape.vocab, shape.width), layers, norm(), matrix(shape.vocab, shape.width))
+        weights = DecoderWeights(matrix(shape.vocab, shape.width), layers, norm(), DenseLinear(matrix(shape.vocab, shape.width)))
     return Decoder(_config(shape), weights, shape.context)
 
 

@@ -1,7 +1,7 @@
 """The configurable decoder: packed rows through the layers, the residual stream handed out after each."""
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from engine.cache.spec import LayerKV
 from engine.models.base import AttentionContext, AttentionOptions, ForwardBatch
@@ -59,7 +59,7 @@ class Decoder:
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[rows, vocab]` in float32."""
-        logits = linear(normed, self._weights.head).float()
+        logits = self._weights.head(normed).float()
         cap = self._decoder.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -75,12 +75,12 @@ class Decoder:
         mixed = self._mixed(index, layer, hidden, angles, attention)
         if wanted is not None:
             mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
-        attended = linear(mixed, layer.output, layer.output_bias)
+        attended = layer.output(mixed)
         if layer.after_attention is not None:
             attended = self._ops.norm(layer.after_attention, attended)
         middle, normed = self._ops.add_and_norm(hidden, attended, layer.before_mlp)
-        inner = self._ops.gate(self._decoder.activation, linear(normed, layer.gate_up, layer.gate_up_bias))
-        out = linear(inner, layer.down, layer.down_bias)
+        inner = self._ops.gate(self._decoder.activation, layer.gate_up(normed))
+        out = layer.down(inner)
         if layer.after_mlp is not None:
             out = self._ops.norm(layer.after_mlp, out)
         return middle.add_(out)  # in place: nobody outside has seen the first sum
@@ -91,7 +91,7 @@ class Decoder:
         """What the heads give, `[rows, heads * head_dim]`."""
         rows, heads, head_dim = hidden.shape[0], self._decoder.num_heads, self._decoder.head_dim
         rotated_heads = heads + self._decoder.num_kv_heads
-        qkv = linear(self._ops.norm(layer.before_attention, hidden), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(self._ops.norm(layer.before_attention, hidden))
         qkv = qkv.view(rows, -1, head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
         rotated = self._ops.rotate(qkv[:, :rotated_heads], angles, layer.qk_norm)  # [rows, heads + kv_heads, head_dim]
         mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, rotated_heads:], self._options[index])

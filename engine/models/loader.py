@@ -9,6 +9,7 @@ from engine.models.base import Model, ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.families import read_decoder_config
+from engine.models.linear import DenseLinears, Linears
 from engine.models.ops import Ops
 from engine.models.weights import WeightLoader
 
@@ -25,6 +26,7 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int | None = None,
     ops: Ops | None = None,
+    linears: Linears | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """A model ready to run, its weights streamed from safetensors and converted to `dtype` on the way.
@@ -37,10 +39,11 @@ def load_model(
     to the original context where the limit is no higher, and for prompts of exactly the limit (longrope: for all prompts
     above the original context) where it is.
 
-    `ops` computes what lies between the matrix products (None: torch).
+    `linears` computes the matrix products and `ops` what lies between them (None: torch).
 
     `progress(done, total)` is called with bytes of the checkpoint as they are read. Raises `ModelError`.
     """
     config = read_decoder_config(folder)
-    weights = WeightLoader(config, Checkpoint(folder, progress), dtype=dtype, device=device).load(folder)
+    linears = linears or DenseLinears(dtype, device)
+    weights = WeightLoader(config, Checkpoint(folder, progress), linears, dtype=dtype, device=device).load(folder)
     return Decoder(config, weights, max_model_len or config.model.max_model_len, ops)

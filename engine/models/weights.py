@@ -9,6 +9,7 @@ import torch
 from engine.errors import ModelError
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder_config import DecoderConfig
+from engine.models.linear import Linear, Linears
 from engine.models.norm import RMSNorm
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -19,42 +20,42 @@ HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_at
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Matrices are `[outputs, inputs]`."""
+    """One decoder layer. Products are given as `[outputs, inputs]`."""
 
     before_attention: RMSNorm
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, width]: queries, keys, values
-    qkv_bias: torch.Tensor | None
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, width]: queries, keys, values
     qk_norm: RMSNorm | None  # weight [heads + kv_heads, head_dim]
-    output: torch.Tensor  # [width, heads * head_dim]
-    output_bias: torch.Tensor | None
+    output: Linear  # [width, heads * head_dim]
     after_attention: RMSNorm | None
     before_mlp: RMSNorm
-    gate_up: torch.Tensor  # [2 * intermediate, width]
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [width, intermediate]
-    down_bias: torch.Tensor | None
+    gate_up: Linear  # [2 * intermediate, width]
+    down: Linear  # [width, intermediate]
     after_mlp: RMSNorm | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole model. `head` is the same tensor as `embedding` where they are tied."""
+    """A whole model."""
 
     embedding: torch.Tensor  # [vocab, width]
     layers: tuple[LayerWeights, ...]
     final_norm: RMSNorm
-    head: torch.Tensor  # [vocab, width]
+    head: Linear  # [vocab, width]
 
 
 class WeightLoader:
     """Reads one checkpoint into fused tensors of one dtype on one device.
 
-    Every fused tensor is made empty and filled part by part, so at no time is there a second copy of more than a chunk.
+    Every fused tensor is made empty and filled part by part, so at no time is there a second copy of more than a chunk, or of one
+    matrix where it is packed.
     """
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, checkpoint: Checkpoint, linears: Linears, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._config = config
         self._checkpoint = checkpoint
+        self._linears = linears
         self._dtype = dtype
         self._device = device
 
@@ -66,7 +67,7 @@ class WeightLoader:
         unknown = sorted(name for name in self._checkpoint.unread if not name.endswith(HARMLESS_SUFFIXES))
         if unknown:
             raise ModelError(f"{folder}: weight {unknown[0]} ({len(unknown)} such) is not part of {self._config.model.architecture}")
-        return DecoderWeights(embedding, layers, final_norm, head)
+        return DecoderWeights(embedding, layers, final_norm, self._linears.of(head))
 
     def _embedding_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As transformers does, a tied pair is shared also where only the head is stored, and kept apart where the two differ."""
@@ -88,30 +89,21 @@ class WeightLoader:
         qkv, gate_up = [f"{attention}.{part}_proj" for part in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         return LayerWeights(
             before_attention=self._norm(f"{prefix}.{config.norms.before_attention}"),
-            qkv=self._matrix(qkv, [queries, keys, keys], width),
-            qkv_bias=self._bias(qkv, [queries, keys, keys], config.qkv_bias),
+            qkv=self._linear(qkv, [queries, keys, keys], width, bias=config.qkv_bias),
             qk_norm=self._qk_norm(attention) if config.qk_norm else None,
-            output=self._matrix([f"{attention}.o_proj"], [width], queries),
-            output_bias=self._bias([f"{attention}.o_proj"], [width], config.output_bias),
+            output=self._linear([f"{attention}.o_proj"], [width], queries, bias=config.output_bias),
             after_attention=self._optional_norm(prefix, config.norms.after_attention),
             before_mlp=self._norm(f"{prefix}.{config.norms.before_mlp}"),
-            gate_up=self._matrix(gate_up, [inner, inner], width),
-            gate_up_bias=self._bias(gate_up, [inner, inner], config.mlp_bias),
-            down=self._matrix([f"{mlp}.down_proj"], [width], inner),
-            down_bias=self._bias([f"{mlp}.down_proj"], [width], config.mlp_bias),
+            gate_up=self._linear(gate_up, [inner, inner], width, bias=config.mlp_bias),
+            down=self._linear([f"{mlp}.down_proj"], [width], inner, bias=config.mlp_bias),
             after_mlp=self._optional_norm(prefix, config.norms.after_mlp),
         )
 
-    def _matrix(self, modules: Sequence[str], heights: Sequence[int], width: int) -> torch.Tensor:
-        shape = (sum(heights), width)
-        names = [f"{module}.weight" for module in modules]
-        if self._dtype == torch.float32 and self._device.type == "cpu":
-            # Inputs first in memory: for steps of up to about 128 rows the product is a tenth faster, for others the same.
-            return self._fill(torch.empty(width, sum(heights), dtype=self._dtype).t(), names, heights)
-        return self._tensor(shape, names, heights)
-
-    def _bias(self, modules: Sequence[str], heights: Sequence[int], present: bool) -> torch.Tensor | None:
-        return self._tensor((sum(heights),), [f"{module}.bias" for module in modules], heights) if present else None
+    def _linear(self, modules: Sequence[str], heights: Sequence[int], width: int, *, bias: bool) -> Linear:
+        """Modules side by side, as one product."""
+        weight = self._fill(self._linears.empty(sum(heights), width), [f"{module}.weight" for module in modules], heights)
+        biases = [f"{module}.bias" for module in modules]
+        return self._linears.of(weight, self._tensor((sum(heights),), biases, heights) if bias else None)
 
     def _norm(self, module: str) -> RMSNorm:
         return self._rms_norm(self._norm_weight(module, self._config.model.hidden_size))

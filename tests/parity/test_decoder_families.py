@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.cache.spec import LayerKV
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.models.base import AttentionOptions, ForwardBatch, Model
+from engine.models.linear import PackedLinears
 from engine.models.loader import load_model, read_model_config
 from engine.models.ops import NativeOps, Ops, TorchOps
 from engine.native.compiler import NoKernels
@@ -135,8 +136,17 @@ def assert_equals_reference(model: Model, states: Sequence[torch.Tensor], refere
     assert_close(model.logits(normed), torch.cat([reference.logits for reference in references]))
 
 
-def load(folder: Path, max_model_len: int | None = None, ops: Ops | None = None) -> Model:
-    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32, max_model_len=max_model_len, ops=ops)
+def load(folder: Path, max_model_len: int | None = None, ops: Ops | None = None, dtype: torch.dtype = torch.float32) -> Model:
+    """With packed weights where the kernels are compiled ones."""
+    linears = packed_linears(dtype) if isinstance(ops, NativeOps) else None
+    return load_model(folder, device=torch.device("cpu"), dtype=dtype, max_model_len=max_model_len, ops=ops, linears=linears)
+
+
+def packed_linears(dtype: torch.dtype) -> PackedLinears:
+    try:
+        return PackedLinears(dtype)
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def check(tiny: TinyModel, lengths: Sequence[int] = LENGTHS, max_model_len: int | None = None, ops: Ops | None = None) -> None:
@@ -239,7 +249,7 @@ def test_bfloat16_rows_stay_near_transformers_in_bfloat16(tiny_model: MakeModel,
     tiny = tiny_model(family, seed=2, hidden_size=96)  # the square root of the width isn't a bfloat16
     reference = type(tiny.reference).from_pretrained(tiny.folder, dtype=torch.bfloat16, attn_implementation="eager")
     ops = native_ops(torch.bfloat16) if native else None
-    model = load_model(tiny.folder, device=torch.device("cpu"), dtype=torch.bfloat16, ops=ops)
+    model = load(tiny.folder, ops=ops, dtype=torch.bfloat16)
     [sequence] = prompts((20,))
     states = run(model, [sequence])
     expected = reference(torch.tensor([sequence]), output_hidden_states=True).hidden_states

@@ -24,6 +24,7 @@ from engine.attention.select import Selection
 from engine.attention.varlen import VarlenBackend
 from engine.graphs import DecodeGraphs
 from engine.models.base import AttentionOptions, Model
+from engine.models.linear import DenseLinear
 from tests.unit.decode_bench import FakeRecorder, make_backend
 from tests.unit.paged_kernels import FakeVarlen
 
@@ -165,9 +166,9 @@ def test_wrong_attention_ends_the_check_with_1(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_operations_of_a_prompt_are_two_per_weight_and_those_of_causal_attention() -> None:
-    weights = sum(
-        w.numel() for layer in random_model(TINY, CPU)._weights.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    )
+    layers = random_model(TINY, CPU)._weights.layers
+    products = [product for layer in layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    weights = sum(product.weight.numel() for product in products if isinstance(product, DenseLinear))
     assert TINY.layer_parameters == weights
     attention = sum(2 * 2 * TINY.heads * TINY.head_dim * (position + 1) for position in range(5)) * TINY.layers
     assert TINY.prefill_flops(5) == 2 * weights * 5 + attention

@@ -45,6 +45,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "cuda_graphs": "auto",
         "overlap": "auto",
         "native_kernels": "auto",
+        "packed_weights": "auto",
         "trim_last_layer": True,
         "max_model_len": None,
         "block_size": None,

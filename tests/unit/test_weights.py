@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from engine.errors import ModelError
 from engine.models.checkpoint import Checkpoint
 from engine.models.families import read_decoder_config
+from engine.models.linear import DenseLinear, DenseLinears, Linear
 from engine.models.loader import load_model
 from engine.models.weights import DecoderWeights, WeightLoader
 
@@ -55,8 +56,14 @@ def write_shards(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
-    return WeightLoader(read_decoder_config(folder), Checkpoint(folder), dtype=dtype, device=CPU).load(folder)
+def load(folder: Path, dtype: torch.dtype = torch.float32, checkpoint: Checkpoint | None = None) -> DecoderWeights:
+    linears = DenseLinears(dtype, CPU)
+    return WeightLoader(read_decoder_config(folder), checkpoint or Checkpoint(folder), linears, dtype=dtype, device=CPU).load(folder)
+
+
+def weight(product: Linear) -> torch.Tensor:
+    assert isinstance(product, DenseLinear)
+    return product.weight
 
 
 def refusal(folder: Path) -> str:
@@ -69,13 +76,13 @@ def refusal(folder: Path) -> str:
 
 def assert_same_weights(weights: DecoderWeights, stored: dict[str, torch.Tensor]) -> None:
     assert torch.equal(weights.embedding, stored["model.embed_tokens.weight"])
-    assert torch.equal(weights.head, stored["lm_head.weight"])
+    assert torch.equal(weight(weights.head), stored["lm_head.weight"])
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
         attention = [stored[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv"]
-        assert torch.equal(layer.qkv, torch.cat(attention))
-        assert torch.equal(layer.gate_up, torch.cat([stored[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
-        assert torch.equal(layer.down, stored[f"{prefix}.mlp.down_proj.weight"])
+        assert torch.equal(weight(layer.qkv), torch.cat(attention))
+        assert torch.equal(weight(layer.gate_up), torch.cat([stored[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
+        assert torch.equal(weight(layer.down), stored[f"{prefix}.mlp.down_proj.weight"])
         assert torch.equal(layer.before_mlp.weight, stored[f"{prefix}.post_attention_layernorm.weight"])
 
 
@@ -95,7 +102,7 @@ def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     done: list[tuple[int, int]] = []
     folder = write(tmp_path, stored)
     checkpoint = Checkpoint(folder, lambda *call: done.append(call))
-    weights = WeightLoader(read_decoder_config(folder), checkpoint, dtype=torch.float32, device=CPU).load(folder)
+    weights = load(folder, checkpoint=checkpoint)
     assert_same_weights(weights, stored)
     assert len(done) > 2 * len(stored)
     total = sum(weight.numel() * 4 for weight in stored.values())
@@ -105,7 +112,7 @@ def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
 def test_weights_are_converted_while_loading(tmp_path: Path) -> None:
     stored = stored_weights()
     weights = load(write(tmp_path, stored), torch.bfloat16)
-    assert torch.equal(weights.layers[1].down, stored["model.layers.1.mlp.down_proj.weight"].bfloat16())
+    assert torch.equal(weight(weights.layers[1].down), stored["model.layers.1.mlp.down_proj.weight"].bfloat16())
     assert weights.final_norm.weight.dtype == torch.bfloat16
 
 

@@ -1,0 +1,20 @@
+"""How the C library's allocator treats the activations of a step, which come and go in the same sizes step after step."""
+
+import ctypes
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Of glibc's mallopt(3)."""
+_KEPT_BYTES = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Memory that was freed is used again instead of going back to the kernel, which would clear each page anew for the next step.
+
+    Of the whole process. False where the allocator is not glibc's. One arena, since others give their parts back all the same.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    wanted = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    return all(mallopt(name, value) == 1 for name, value in wanted)
