@@ -12,6 +12,7 @@ import torch
 
 from engine.api import EngineInfo, EngineState
 from engine.build import EngineParts, build_engine
+from engine.compute_threads import release_compute_threads
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, EngineUnavailable, QueueFull, SaveError
@@ -56,6 +57,7 @@ class Engine:
         `progress(done, total)` hears of the bytes of the checkpoint read so far. Raises `EngineUnavailable` where `stop` came first.
         """
         self._parts = build_engine(self._config, self.on_save, progress)
+        release_compute_threads()
         self.info = self._parts.info
         self._core = EngineCore(self._parts.core, self, self._release_later)
         with self._changed:

@@ -16,10 +16,12 @@
 /* Below so many elements a second thread costs more than it saves. */
 #define ELEMENTS_WORTH_A_THREAD 8192
 /* Positions of one sequence that one thread attends to; longer ones are shared out and put together afterwards. */
-#define POSITIONS_PER_PART 512
+#define POSITIONS_PER_PART 128
 #define TILE 32
+/* Query rows of one key head that go through keys and values together. */
+#define QUERIES 4
 /* Positions by which keys are fetched before they are needed. */
-#define AHEAD 6
+#define AHEAD 24
 
 int64_t strata_kernels_version(void) { return STRATA_KERNELS_VERSION; }
 
@@ -92,7 +94,8 @@ static inline int threads_for(int64_t elements, int threads) {
 #define LANES 4
 #endif
 #define MAX_HEAD_DIM 512
-#define MAX_VECTORS (MAX_HEAD_DIM / LANES)
+/* Vectors of a value that are summed at once: with QUERIES rows each, they fit in registers. */
+#define VALUE_VECTORS (LANES == 16 ? 4 : 2)
 typedef float vector __attribute__((vector_size(LANES * 4)));
 typedef uint32_t bits_vector __attribute__((vector_size(LANES * 4)));
 typedef uint16_t halves_vector __attribute__((vector_size(LANES * 2)));
@@ -116,21 +119,63 @@ static inline vector load_bfloat16_vector(const uint16_t *from) {
 
 static inline void store_vector(float *to, vector value) { memcpy(to, &value, sizeof value); }
 
-static inline float sum_of(vector value) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < LANES; i++) sum += value[i];
-    return sum;
+typedef int32_t index_vector __attribute__((vector_size(LANES * 4)));
+
+/* Elements of two vectors, by their numbers (those of the second one begin with LANES). */
+#if defined(__clang__)
+#define PICK(first, second, ...) __builtin_shufflevector(first, second, __VA_ARGS__)
+#else
+#define PICK(first, second, ...) __builtin_shuffle(first, second, (index_vector){__VA_ARGS__})
+#endif
+
+/* Two vectors become one: neighbouring groups of `width` elements of each are added up, the first one's and the second one's in turn. */
+#define FOLD(first, second, width) (PICK(first, second, LOWER_##width) + PICK(first, second, UPPER_##width))
+#if LANES == 16
+#define LOWER_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define UPPER_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define LOWER_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define UPPER_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define LOWER_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define UPPER_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LOWER_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
+#define UPPER_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
+#elif LANES == 8
+#define LOWER_4 0, 1, 2, 3, 8, 9, 10, 11
+#define UPPER_4 4, 5, 6, 7, 12, 13, 14, 15
+#define LOWER_2 0, 1, 8, 9, 4, 5, 12, 13
+#define UPPER_2 2, 3, 10, 11, 6, 7, 14, 15
+#define LOWER_1 0, 8, 2, 10, 4, 12, 6, 14
+#define UPPER_1 1, 9, 3, 11, 5, 13, 7, 15
+#else
+#define LOWER_2 0, 1, 4, 5
+#define UPPER_2 2, 3, 6, 7
+#define LOWER_1 0, 4, 2, 6
+#define UPPER_1 1, 5, 3, 7
+#endif
+
+/* Element i of the result is the sum over terms[i], LANES of them. Overwrites `terms`. */
+static inline vector sums_of(vector *terms) {
+#if LANES >= 16
+    for (int i = 0; i < 8; i++) terms[i] = FOLD(terms[i], terms[i + 8], 8);
+#endif
+#if LANES >= 8
+    for (int i = 0; i < 4; i++) terms[i] = FOLD(terms[i], terms[i + 4], 4);
+#endif
+    for (int i = 0; i < 2; i++) terms[i] = FOLD(terms[i], terms[i + 2], 2);
+    return FOLD(terms[0], terms[1], 1);
 }
 
-/* The work of one thread: some positions of one sequence, for the query rows of one key head. */
+/* The work of one thread: some positions of one sequence. */
 struct part {
-    const float *query; /* [group, dim], scaled, rows padded to whole vectors */
-    int64_t group, slot_stride;
+    const float *queries; /* [kv_heads * group, dim], scaled, rows padded to whole vectors */
+    int64_t group, kv_heads;
     const int64_t *table;
-    int64_t block_size, begin, end;
+    int64_t block_size, begin, end; /* at most POSITIONS_PER_PART positions */
     float soft_cap;
-    float *state; /* [group, state_size] */
+    /* Per key head, head_stride apart, `group` times state_size floats: the largest score, the sum of the exponentials relative to it, and
+     * the weighted values, not yet divided by that sum. */
+    float *states;
+    int64_t head_stride;
 };
 
 #define STATE float

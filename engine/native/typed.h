@@ -98,55 +98,97 @@ static inline void NAME(fetch)(const STATE *row, int64_t dim) {
     for (int64_t i = 0; i < dim; i += 64 / (int64_t)sizeof(STATE)) __builtin_prefetch(row + i);
 }
 
-/* One part of one key head: `group` query rows over positions begin … end - 1 of one sequence. Query rows and `state` are padded to whole
- * vectors. Leaves per query row the largest score, the sum of the exponentials relative to it, and the weighted values, not yet divided by
- * that sum. Inlined for every head_dim that is known beforehand, so that all of a row stays in registers. */
+/* `rows` query rows of one key head over `count` positions at `offsets` (padded to whole vectors with repetitions), all rows in one pass
+ * over keys and values. Query rows are padded to whole vectors. `states`: per row as in `struct part`. Inlined for every number of rows, and
+ * for every head_dim that is known beforehand, so that sums stay in registers. `fetch`: whether rows are asked for ahead of time; of
+ * `ahead` positions the offsets are known. */
+static inline __attribute__((always_inline)) void NAME(attend_rows)(const float *queries, const STATE *keys, const STATE *values,
+                                                                    const int64_t *offsets, int64_t count, int64_t ahead, float soft_cap,
+                                                                    float *states, const int64_t dim, const int rows, const int fetch) {
+    const int64_t vectors = vectors_of(dim), size = state_size(dim);
+    float scores[QUERIES][TILE], shrink[QUERIES];
+    for (int64_t p = 0; p < count; p += LANES) {
+        vector products[QUERIES][LANES];
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            const STATE *key = keys + offsets[p + lane];
+            if (fetch) {
+                NAME(fetch)(values + offsets[p + lane], dim);
+                if (p + lane + AHEAD < ahead) NAME(fetch)(keys + offsets[p + lane + AHEAD], dim);
+            }
+            vector sums[QUERIES] = {0};
+            for (int64_t v = 0; v < vectors; v++) {
+                vector part_of_key = NAME(load)(key, v * LANES, dim);
+                for (int r = 0; r < rows; r++) sums[r] += load_vector(queries + (r * vectors + v) * LANES) * part_of_key;
+            }
+            for (int r = 0; r < rows; r++) products[r][lane] = sums[r];
+        }
+        for (int r = 0; r < rows; r++) store_vector(scores[r] + p, sums_of(products[r]));
+    }
+    for (int r = 0; r < rows; r++) {
+        float *score = scores[r], *state = states + r * size, largest = state[0], sum = 0.0f;
+        if (soft_cap > 0.0f) {
+            for (int64_t p = 0; p < count; p++) score[p] = soft_cap * hyperbolic_tangent(score[p] / soft_cap);
+        }
+        for (int64_t p = 0; p < count; p++) largest = score[p] > largest || isnan(score[p]) ? score[p] : largest;
+        shrink[r] = exponential(state[0] - largest);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t p = 0; p < count; p++) {
+            score[p] = exponential(score[p] - largest);
+            sum += score[p];
+        }
+        state[0] = largest;
+        state[1] = state[1] * shrink[r] + sum;
+    }
+    for (int64_t first = 0; first < vectors; first += VALUE_VECTORS) {
+        const int64_t width = vectors - first < VALUE_VECTORS ? vectors - first : VALUE_VECTORS;
+        vector mixed[QUERIES][VALUE_VECTORS];
+        for (int r = 0; r < rows; r++)
+            for (int64_t v = 0; v < width; v++) mixed[r][v] = shrink[r] * load_vector(states + r * size + 2 + (first + v) * LANES);
+        for (int64_t p = 0; p < count; p++) {
+            for (int64_t v = 0; v < width; v++) {
+                vector value = NAME(load)(values + offsets[p], (first + v) * LANES, dim);
+                for (int r = 0; r < rows; r++) mixed[r][v] += scores[r][p] * value;
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int64_t v = 0; v < width; v++) store_vector(states + r * size + 2 + (first + v) * LANES, mixed[r][v]);
+    }
+}
+
 static inline __attribute__((always_inline)) void NAME(attend_part)(const struct part *part, const STATE *keys, const STATE *values,
                                                                     const int64_t dim) {
-    const int64_t vectors = vectors_of(dim);
-    float scores[TILE];
-    vector mixed[MAX_VECTORS], query[MAX_VECTORS];
-    for (int64_t low = part->begin; low < part->end; low += TILE) {
-        int64_t count = part->end - low < TILE ? part->end - low : TILE, offsets[TILE];
-        for (int64_t p = 0; p < count; p++) {
-            int64_t block = part->table[(low + p) / part->block_size];
-            offsets[p] = (block * part->block_size + (low + p) % part->block_size) * part->slot_stride;
-        }
-        for (int64_t g = 0; g < part->group; g++) {
-            float *head = part->state + g * state_size(dim), largest = head[0], sum = 0.0f;
-            for (int64_t v = 0; v < vectors; v++) query[v] = load_vector(part->query + (g * vectors + v) * LANES);
-            for (int64_t p = 0; p < count; p++) {
-                if (g == 0 && p + AHEAD < count) NAME(fetch)(keys + offsets[p + AHEAD], dim);
-                if (g == 0) NAME(fetch)(values + offsets[p], dim);
-                vector products = query[0] * NAME(load)(keys + offsets[p], 0, dim);
-                for (int64_t v = 1; v < vectors; v++) products += query[v] * NAME(load)(keys + offsets[p], v * LANES, dim);
-                scores[p] = sum_of(products);
+    const int64_t padded = vectors_of(dim) * LANES, size = state_size(dim), total = part->end - part->begin;
+    int64_t offsets[POSITIONS_PER_PART];
+    for (int64_t p = 0; p < total; p++) {
+        int64_t position = part->begin + p, block = part->table[position / part->block_size];
+        offsets[p] = (block * part->block_size + position % part->block_size) * part->kv_heads * dim;
+    }
+    for (int64_t p = total; p % LANES; p++) offsets[p] = offsets[total - 1];
+    for (int64_t low = 0; low < total; low += TILE) {
+        int64_t count = total - low < TILE ? total - low : TILE;
+        for (int64_t head = 0; head < part->kv_heads; head++) {
+            const STATE *k = keys + head * dim, *v = values + head * dim;
+            const float *queries = part->queries + head * part->group * padded;
+            float *states = part->states + head * part->head_stride;
+            int64_t g = 0;
+#define ATTEND(rows) \
+    NAME(attend_rows)(queries + g * padded, k, v, offsets + low, count, total - low, part->soft_cap, states + g * size, dim, rows, g == 0)
+            for (; g + QUERIES <= part->group; g += QUERIES) ATTEND(QUERIES);
+            switch (part->group - g) {
+                case 3: ATTEND(3); break;
+                case 2: ATTEND(2); break;
+                case 1: ATTEND(1); break;
             }
-            if (part->soft_cap > 0.0f) {
-                for (int64_t p = 0; p < count; p++) scores[p] = part->soft_cap * hyperbolic_tangent(scores[p] / part->soft_cap);
-            }
-            for (int64_t p = 0; p < count; p++) largest = scores[p] > largest || isnan(scores[p]) ? scores[p] : largest;
-            float shrink = exponential(head[0] - largest);
-#pragma omp simd reduction(+ : sum)
-            for (int64_t p = 0; p < count; p++) {
-                scores[p] = exponential(scores[p] - largest);
-                sum += scores[p];
-            }
-            head[0] = largest;
-            head[1] = head[1] * shrink + sum;
-            for (int64_t v = 0; v < vectors; v++) mixed[v] = shrink * load_vector(head + 2 + v * LANES);
-            for (int64_t p = 0; p < count; p++)
-                for (int64_t v = 0; v < vectors; v++) mixed[v] += scores[p] * NAME(load)(values + offsets[p], v * LANES, dim);
-            for (int64_t v = 0; v < vectors; v++) store_vector(head + 2 + v * LANES, mixed[v]);
+#undef ATTEND
         }
     }
 }
 
 static void NAME(attend_any_part)(const struct part *part, const STATE *keys, const STATE *values, int64_t dim) {
-    for (int64_t g = 0; g < part->group; g++) {
-        float *head = part->state + g * state_size(dim);
-        memset(head, 0, (size_t)state_size(dim) * sizeof *head);
-        head[0] = -INFINITY;
+    for (int64_t head = 0; head < part->kv_heads; head++) {
+        float *states = part->states + head * part->head_stride;
+        memset(states, 0, (size_t)(part->group * state_size(dim)) * sizeof *states);
+        for (int64_t g = 0; g < part->group; g++) states[g * state_size(dim)] = -INFINITY;
     }
     switch (dim) {
         case 64: NAME(attend_part)(part, keys, values, 64); break;
@@ -156,21 +198,23 @@ static void NAME(attend_any_part)(const struct part *part, const STATE *keys, co
     }
 }
 
-/* Puts the parts of one key head of one sequence together (each relative to its own largest score) and writes `group` rows of `out`. */
-static void NAME(join_parts)(const float *states, int64_t parts, int64_t part_stride, int64_t group, int64_t dim, STATE *out) {
+/* Puts the parts of one key head of one sequence together (each relative to its own largest score) and writes `group` rows of `out`.
+ * Of `states` the largest scores are lost. */
+static void NAME(join_parts)(float *states, int64_t parts, int64_t part_stride, int64_t group, int64_t dim, STATE *out) {
     for (int64_t g = 0; g < group; g++) {
-        const float *first = states + g * state_size(dim);
-        float largest = first[0], sum = 0.0f;
+        float *first = states + g * state_size(dim), largest = first[0], sum = 0.0f, mixed[MAX_HEAD_DIM] = {0};
         for (int64_t p = 1; p < parts; p++) {
             float other = first[p * part_stride];
             largest = other > largest || isnan(other) ? other : largest;
         }
-        for (int64_t p = 0; p < parts; p++) sum += first[p * part_stride + 1] * exponential(first[p * part_stride] - largest);
-        for (int64_t i = 0; i < dim; i++) {
-            float mixed = 0.0f;
-            for (int64_t p = 0; p < parts; p++) mixed += first[p * part_stride + 2 + i] * exponential(first[p * part_stride] - largest);
-            out[g * dim + i] = STORE(mixed / sum);
+        for (int64_t p = 0; p < parts; p++) {
+            const float *part = first + p * part_stride;
+            float share = exponential(part[0] - largest);
+            sum += part[1] * share;
+#pragma omp simd
+            for (int64_t i = 0; i < dim; i++) mixed[i] += part[2 + i] * share;
         }
+        for (int64_t i = 0; i < dim; i++) out[g * dim + i] = STORE(mixed[i] / sum);
     }
 }
 
@@ -200,20 +244,21 @@ int NAME(attend_decodes)(const STATE *query, int64_t query_stride, const int64_t
 #pragma omp parallel num_threads(threads_for(n *heads *longest *dim / 8, threads))
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < n * parts * kv_heads; item++) {
-            int64_t head = item % kv_heads, i = item / kv_heads % n, begin = begins[i] + item / kv_heads / n * POSITIONS_PER_PART;
+        for (int64_t item = 0; item < n * parts; item++) {
+            int64_t i = item % n, number = item / n, begin = begins[i] + number * POSITIONS_PER_PART;
             struct part part = {
-                .query = queries + (i * heads + head * group) * padded,
+                .queries = queries + i * heads * padded,
                 .group = group,
-                .slot_stride = kv_heads * dim,
+                .kv_heads = kv_heads,
                 .table = tables + i * table_width,
                 .block_size = block_size,
                 .begin = begin,
                 .end = begin + POSITIONS_PER_PART < ends[i] ? begin + POSITIONS_PER_PART : ends[i],
                 .soft_cap = soft_cap,
-                .state = states + ((i * kv_heads + head) * parts + item / kv_heads / n) * part_stride,
+                .states = states + (i * kv_heads * parts + number) * part_stride,
+                .head_stride = parts * part_stride,
             };
-            if (part.begin < part.end) NAME(attend_any_part)(&part, keys + head * dim, values + head * dim, dim);
+            if (part.begin < part.end) NAME(attend_any_part)(&part, keys, values, dim);
         }
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < n * kv_heads; item++) {

@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 
+from engine.compute_threads import keep_to_one_compute_thread
 from engine.config import Checksum
 from engine.errors import EngineUnavailable, SaveError
 from engine.saves.builder import FileBuilder, WriterOptions
 from engine.saves.chunk import RowChunk, SaveEnd
-from engine.saves.compute_threads import keep_to_one_compute_thread
 from engine.saves.convert import Scratch
 from engine.saves.digest import new_digest
 from engine.saves.file import disk_error
