@@ -17,12 +17,13 @@ from benchmarks import machine
 from benchmarks.limits import ModelShape, ProductClock, model_shape
 from benchmarks.machine import Machine
 from benchmarks.targets import Row
-from benchmarks.vllm import VllmProcess, environment
+from benchmarks.vllm import KV_CACHE_GIB, VllmProcess, environment
 from benchmarks.workload import extraction
 from engine.models.source import default_cache, resolve_model
 from service.launcher import ServiceProcess
 
 UNTRIMMED = "--no-trim-last-layer"
+WARM = ("--prefault-caches", "--kv-cache-memory", str(KV_CACHE_GIB << 30), "--state-cache-memory", str(1 << 30))
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ class Bench:
             with ServiceProcess(own) as service:
                 yield service
                 service.stop()
+
+    @contextmanager
+    def warm_service(self, *arguments: str) -> Iterator[ServiceProcess]:
+        """One whose caches are in memory, as after some minutes of work: as large as vLLM's, which writes to all of its own at start."""
+        with self.service(*WARM, *arguments) as service:
+            yield service
 
     @cached_property
     def can_leave_untrimmed(self) -> bool:

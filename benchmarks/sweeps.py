@@ -92,7 +92,7 @@ def _workload(prompts: Prompts, concurrency: int) -> Workload:
 
 def _plot(bench: Bench, name: str, x_label: str, settings: Iterator[Setting], *, log_x: bool = True) -> Plot:
     points = {f"{name} {setting.x:g}, {setting.curve}": setting for setting in settings}
-    with bench.service() as service:
+    with bench.warm_service() as service:
         tested = [_system(label, service, setting) for label, setting in points.items()]
         rounds = take_turns(tested, bench.options.rounds, bench.width, bench.say)
     curves: dict[str, list[Point]] = {}
@@ -111,7 +111,7 @@ def _disk(bench: Bench) -> Plot:
     workload = _workload(prose(16, 256), concurrency=8)
     first_tokens = count(FIRST_TOKEN)
     found: dict[tuple[int, str], list[Point]] = {}
-    with bench.service() as service:
+    with bench.warm_service() as service:
         for _, others in in_turn(OTHERS[: bench.options.limit], bench.options.rounds):
             with other_writers(bench.directory, others):
                 rate = machine.disk_rate(bench.directory)

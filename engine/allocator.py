@@ -4,7 +4,7 @@ import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Of glibc's mallopt(3)."""
-_KEPT_BYTES = 2**31 - 1
+_LARGEST_BYTES, _KEPT_BYTES = 2**30, 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
@@ -16,5 +16,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return False
-    wanted = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    wanted = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _LARGEST_BYTES), (_M_TRIM_THRESHOLD, _KEPT_BYTES))
     return all(mallopt(name, value) == 1 for name, value in wanted)

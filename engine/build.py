@@ -109,6 +109,10 @@ def assemble(
     sink = _sink(states, batch_tokens, device)
     # After all else that takes memory of the device: this takes a share of what is left.
     kv = _kv_cache(model, config, block_size, max_model_len)
+    if config.prefault_caches and device.type == "cpu" and not config.poison:
+        states.touch()
+        for group in kv.groups:
+            group.touch()
     prefixes = PrefixFinder(kv, block_size, enabled=config.prefix_cache)
     limits = RequestLimits(described.num_layers, described.vocab_size, max_model_len, kv, block_size, num_pages - 1, sink.capacity)
     scheduler = Scheduler(

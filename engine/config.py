@@ -29,6 +29,8 @@ class EngineConfig:
     """Bytes; at most one of the two is given."""
     state_cache_memory: int | None = None
     """Bytes of host memory for hidden-state pages."""
+    prefault_caches: bool = False
+    """Touches the memory of the caches at start, on a CPU, so that no step waits for the system to hand it over."""
     prefix_cache: bool = True
     max_batch_tokens: int | None = None
     """Tokens computed in one step, over all requests."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -120,6 +121,9 @@ async def _until_ready(app: FastAPI, runtime: Runtime, server: Server, serving: 
         _exit_soon(server)
         return EXIT_FAILED
     if runtime.state == "ok":
+        # What there is by now stays to the end, so it needn't be looked through again and again while requests are served.
+        gc.collect()
+        gc.freeze()
         print(f"Strata is ready at {_url(listening)}", flush=True)
     return EXIT_OK
 

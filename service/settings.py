@@ -232,6 +232,7 @@ class Settings(BaseSettings):
     kv_cache_tokens: Count = _option(None, "Memory and scheduling", "tokens that fit the KV cache", "auto", "TOKENS", ge=1)
     kv_cache_memory: Size = _option(None, "Memory and scheduling", "bytes of the KV cache, instead of its tokens", "auto", "SIZE", ge=1)
     state_cache_memory: Size = _option(None, "Memory and scheduling", "host memory for hidden-state pages", "auto", "SIZE", ge=1)
+    prefault_caches: bool = _option(False, "Memory and scheduling", "touch the memory of the caches at start, on a CPU")
     prefix_cache: bool = _option(True, "Memory and scheduling", "reuse what is known of shared prefixes")
     max_batch_tokens: Count = _option(None, "Memory and scheduling", "tokens computed in one step", "auto", "TOKENS", ge=1)
     max_running: int = _option(256, "Memory and scheduling", "requests that run at once", metavar="COUNT", ge=1)
@@ -325,6 +326,7 @@ def engine_config(settings: Settings, folder: Path, umask: int) -> EngineConfig:
         kv_cache_tokens=settings.kv_cache_tokens,
         kv_cache_memory=settings.kv_cache_memory,
         state_cache_memory=settings.state_cache_memory,
+        prefault_caches=settings.prefault_caches,
         prefix_cache=settings.prefix_cache,
         max_batch_tokens=settings.max_batch_tokens,
         max_running=settings.max_running,

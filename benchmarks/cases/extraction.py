@@ -27,7 +27,7 @@ def run(bench: Bench) -> Result:
     """Saving and not saving, the transformers script in three variants and, where asked for, vLLM."""
     workload = extraction(bench.options.concurrency).limited(bench.options.limit)
     with ExitStack() as stack:
-        shipped = stack.enter_context(bench.service())
+        shipped = stack.enter_context(bench.warm_service())
         tested = list(_systems(stack, bench, shipped, workload))
         before = scrape(shipped.url)
         rounds = take_turns(
@@ -50,7 +50,7 @@ def _systems(stack: ExitStack, bench: Bench, shipped: systems.Server, workload: 
     yield systems.strata(SAVING, shipped, workload, saves=True)
     yield systems.strata(NOT_SAVING, shipped, workload, saves=False)
     if bench.can_leave_untrimmed:
-        untrimmed = stack.enter_context(bench.service(UNTRIMMED))
+        untrimmed = stack.enter_context(bench.warm_service(UNTRIMMED))
         yield systems.strata(UNTRIMMED_SAVING, untrimmed, workload, saves=True)
         yield systems.strata(UNTRIMMED_NOT_SAVING, untrimmed, workload, saves=False)
     if bench.options.vllm:

@@ -40,7 +40,7 @@ def run(bench: Bench) -> Result:
 
 
 def _systems(stack: ExitStack, bench: Bench, workload: Workload) -> Iterator[System]:
-    service = stack.enter_context(bench.service())
+    service = stack.enter_context(bench.warm_service())
     yield systems.strata(WHOLE, service, workload, saves=True)
     yield systems.strata(STREAMED, service, workload, saves=True, stream=True)
     if bench.options.vllm:

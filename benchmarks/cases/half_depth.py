@@ -15,7 +15,7 @@ def run(bench: Bench) -> Result:
     """The same service with both, in turn."""
     whole = extraction(bench.options.concurrency).limited(bench.options.limit)
     half = up_to_the_middle(whole, bench.num_layers)
-    with bench.service() as service:
+    with bench.warm_service() as service:
         tested = [systems.strata(WHOLE, service, whole, saves=True), systems.strata(HALF, service, half, saves=True)]
         rounds = take_turns(tested, bench.options.rounds, bench.width, bench.say)
     ratio = paired_ratio(rounds[HALF], rounds[WHOLE], lambda one: one.tokens_per_second)

@@ -61,7 +61,7 @@ def run(bench: Bench) -> Result:
     bodies: dict[str, Body | None] = {ALONE: None, BESIDE: plain_body(load), BESIDE_SAVING: saving_body(load)}
     seconds: dict[str, list[float]] = {label: [] for label in bodies}
     first_tokens = count(FIRST_TOKEN)
-    with bench.service() as service:
+    with bench.warm_service() as service:
         _plain(service, first_tokens)
         for number, label in in_turn(list(bodies), bench.options.rounds):
             with _beside(service, load, bodies[label], first_tokens, bench.width):

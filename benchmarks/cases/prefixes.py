@@ -15,7 +15,7 @@ def run(bench: Bench) -> Result:
     """Every round has prefixes of its own, so each begins with nothing of them in the cache. One round fewer: it takes longest."""
     num_rounds = max(1, bench.options.rounds - 1)
     workload = shared_prefixes(bench.options.concurrency).limited(bench.options.limit)
-    with bench.service() as on, bench.service("--no-prefix-cache") as off:
+    with bench.warm_service() as on, bench.warm_service("--no-prefix-cache") as off:
         tested = [systems.strata(ON, on, workload, saves=True), systems.strata(OFF, off, workload, saves=True)]
         rounds = take_turns(tested, num_rounds, bench.width, bench.say)
     ratio = paired_ratio(rounds[ON], rounds[OFF], lambda one: one.tokens_per_second)

@@ -26,6 +26,11 @@ class KVGroup:
             self.keys.fill_(torch.nan)
             self.values.fill_(torch.nan)
 
+    def touch(self) -> None:
+        """Has the system hand over all the memory now."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def first_needed_block(self, position: int) -> int:
         """The first block that a query at `position` can see."""
         window = self.spec.kind.window

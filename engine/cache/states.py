@@ -38,6 +38,10 @@ class StateStore:
         if poison:
             self.pages.fill_(torch.nan)
 
+    def touch(self) -> None:
+        """Has the system hand over all the memory now."""
+        self.pages.zero_()
+
     def reserve(self, holder: Reserving) -> None:
         """Keeps what `holder` was promised out of the others' reach until `unreserve`."""
         if holder not in self._reserving:

@@ -52,6 +52,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "kv_cache_tokens": None,
         "kv_cache_memory": None,
         "state_cache_memory": None,
+        "prefault_caches": False,
         "prefix_cache": True,
         "max_batch_tokens": None,
         "max_running": 256,

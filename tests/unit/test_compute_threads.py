@@ -1,0 +1,73 @@
+"""Compute threads and the allocator, in processes of their own: both are settings of a whole process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import engine.allocator as allocator
+import engine.compute_threads as compute_threads
+
+COUNT_TEAM = """
+import os, torch
+from engine.compute_threads import release_compute_threads
+torch.set_num_threads(2)
+torch.ones(1 << 20).add_(1)
+before = len(os.listdir("/proc/self/task"))
+assert release_compute_threads()
+print(before - len(os.listdir("/proc/self/task")), torch.ones(1 << 20).add_(1).sum().item())
+"""
+
+COUNT_FAULTS = """
+import resource, threading, torch
+from engine.allocator import keep_freed_memory
+assert keep_freed_memory()
+
+def step():
+    for _ in range(3):
+        torch.ones(6 << 20), torch.ones(3 << 20)
+
+def work():
+    for _ in range(5):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+torch.set_num_threads(1)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def output_of(script: str) -> list[str]:
+    return subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+
+
+def test_the_team_of_the_loading_thread_ends_and_comes_back_when_needed() -> None:
+    if not compute_threads.release_compute_threads():
+        pytest.skip("this torch has no OpenMP whose threads can be released")
+    ended, total = output_of(COUNT_TEAM)
+    assert int(ended) == 1
+    assert float(total) == 2 << 20
+
+
+@pytest.mark.parametrize("name", ["keep_to_one_compute_thread", "release_compute_threads"])
+def test_another_openmp_is_left_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def missing() -> None:
+        raise OSError("no such library")
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(compute_threads, "_openmp", missing)
+    assert getattr(compute_threads, name)() is False
+    assert torch.get_num_threads() == before
+
+
+def test_freed_memory_is_used_again() -> None:
+    pages_of_a_step = 3 * 9 * (1 << 20) * 4 // 4096
+    if not allocator.keep_freed_memory():
+        pytest.skip("the allocator of the C library here has no such settings")
+    [kept] = output_of(COUNT_FAULTS)
+    assert int(kept) < pages_of_a_step / 20
