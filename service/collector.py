@@ -38,30 +38,44 @@ class Update:
 
 
 class Collector:
-    """Collects what happens to the choices of one HTTP request. Used on the event loop only."""
+    """Collects what happens to the choices of one HTTP request. Used on the event loop only, with one reader at a time."""
 
     def __init__(self) -> None:
         self._updates: dict[int, Update] = {}
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def add(self, index: int, output: RequestOutput) -> None:
-        self._updates.setdefault(index, Update()).merge(output)
-        self._ready.set()
+        self._update_of(index).merge(output)
 
     def add_save_change(self, index: int) -> None:
-        self._updates.setdefault(index, Update()).save_changed = True
-        self._ready.set()
+        self._update_of(index).save_changed = True
 
     async def take(self, patience: float | None = None) -> Mapping[int, Update]:
         """Waits until there is something, then takes all of it; nothing where that took longer than `patience` seconds."""
-        try:
-            async with asyncio.timeout(patience):
-                await self._ready.wait()
-        except TimeoutError:
-            return {}
-        self._ready.clear()
+        if not self._updates:
+            await self._wait(patience)
         updates, self._updates = self._updates, {}
         return updates
+
+    async def _wait(self, patience: float | None) -> None:
+        # Once per token of every stream: an asyncio.Event within an asyncio.timeout takes several times as long.
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = None if patience is None else loop.call_later(patience, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _update_of(self, index: int) -> Update:
+        self._wake()
+        return self._updates.setdefault(index, Update())
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 Receiver = Callable[[RequestOutput], None]

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,10 @@ from service.runtime import Runtime
 from service.settings import Settings
 
 log = logging.getLogger(__name__)
+
+_SWITCH_SECONDS = 5e-5
+"""How long the engine thread waits for Python's lock while the event loop has it, after every operation of a step that gave it up: of
+Python's own 5 ms, a loop that is busy with a token for each of many streams would make whole steps."""
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -88,6 +93,7 @@ def limits_of(settings: Settings) -> HttpLimits:
 
 def serve(settings: Settings, runtime: Runtime | None = None) -> int:
     """Runs until a signal, a failed start or a dead engine, and returns the exit status."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     limits = limits_of(settings)
     runtime = runtime or Runtime(settings)
     app = create_app(settings, runtime, limits)

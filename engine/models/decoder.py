@@ -1,5 +1,7 @@
 """The configurable decoder: packed rows through the layers, the residual stream handed out after each."""
 
+import sys
+
 import torch
 from torch.nn.functional import embedding
 
@@ -9,6 +11,9 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.ops import Ops, TorchOps
 from engine.models.rope import RotaryAngles, RotaryTable
 from engine.models.weights import DecoderWeights, LayerWeights
+
+_MLP_ROWS_ON_CPU = 256
+"""Rows that go through a layer's MLP together: what lies between its products, six times as wide as a row, stays in the caches."""
 
 
 class Decoder:
@@ -22,6 +27,7 @@ class Decoder:
         self._decoder = config
         self._weights = weights
         self._ops = ops or TorchOps()
+        self._mlp_rows = _MLP_ROWS_ON_CPU if self.device.type == "cpu" else sys.maxsize
         # Rounded to the model's dtype, as Gemma's reference code does: sqrt(3072) is 55.5 in bfloat16.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._rotary = [RotaryTable(rope, config.head_dim, max_model_len, dtype=self.dtype, device=self.device) for rope in config.ropes]
@@ -79,11 +85,14 @@ class Decoder:
         if layer.after_attention is not None:
             attended = self._ops.norm(layer.after_attention, attended)
         middle, normed = self._ops.add_and_norm(hidden, attended, layer.before_mlp)
-        inner = self._ops.gate(self._decoder.activation, layer.gate_up(normed))
-        out = layer.down(inner)
-        if layer.after_mlp is not None:
-            out = self._ops.norm(layer.after_mlp, out)
-        return middle.add_(out)  # in place: nobody outside has seen the first sum
+        for low in range(0, middle.shape[0], self._mlp_rows):
+            rows = slice(low, low + self._mlp_rows)
+            middle[rows].add_(self._mlp(layer, normed[rows]))  # in place: nobody outside has seen the first sum
+        return middle
+
+    def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+        out = layer.down(self._ops.gate(self._decoder.activation, layer.gate_up(normed)))
+        return out if layer.after_mlp is None else self._ops.norm(layer.after_mlp, out)
 
     def _mixed(
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, angles: RotaryAngles, attention: AttentionContext

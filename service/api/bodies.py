@@ -14,10 +14,11 @@ from service.saving import LiveSave, file_url
 from service.services import Services
 
 Json = dict[str, Any]
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def encoded(body: Json) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(body).encode()
 
 
 def envelope(services: Services, plan: Plan, created: int, choices: Sequence[Json], *, chunk: bool = False) -> Json:
