@@ -1,4 +1,4 @@
-"""Leaving out unwanted rows, and compiled kernels: the same tokens and files as without them."""
+"""Leaving out unwanted rows, compiled kernels, packed weights: the same tokens and files as without them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from engine.batch import Batch
+from engine.cache.kv import KVGroup
+from engine.cache.spec import KVSpec, LayerKV
+from engine.cache.states import StateStore
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.layers import LayerId
+from engine.models.linear import PackedLinears
 from engine.native import compiler
 from engine.native.compiler import NoKernels
 from engine.native.kernels import load_kernels
@@ -65,9 +69,10 @@ class Run:
     files: dict[str, dict[str, torch.Tensor]]
     was_trimmed: bool
     native_kernels: str
+    packed_weights: str
 
 
-def run(folder: Path, target: Path, *, trim: bool, kernels: str) -> Run:
+def run(folder: Path, target: Path, *, trim: bool, kernels: str, packed: str = "off") -> Run:
     trimmed = False
     execute = ModelRunner.execute
 
@@ -77,19 +82,19 @@ def run(folder: Path, target: Path, *, trim: bool, kernels: str) -> Run:
         return execute(runner, batch)
 
     target.mkdir()
-    config = small_config(folder, trim_last_layer=trim, native_kernels=kernels, max_batch_tokens=16, threads=2)
+    config = small_config(folder, trim_last_layer=trim, native_kernels=kernels, packed_weights=packed, max_batch_tokens=16, threads=2)
     with pytest.MonkeyPatch.context() as patch, OfflineEngine(config) as engine:
         patch.setattr(ModelRunner, "execute", watched)
         completions = engine.generate(requests(target))
         info = engine.engine.info
     files = {path.name: load_file(path) for path in sorted(target.iterdir())}
-    return Run(completions, files, trimmed, info.native_kernels)
+    return Run(completions, files, trimmed, info.native_kernels, info.packed_weights)
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     found = run(folder, tmp_path_factory.mktemp("plain") / "files", trim=False, kernels="off")
-    assert (found.was_trimmed, found.native_kernels) == (False, "off")
+    assert (found.was_trimmed, found.native_kernels, found.packed_weights) == (False, "off", "off")
     assert len(found.files) == 8
     return found
 
@@ -130,6 +135,38 @@ def test_tokens_scores_and_files_are_the_same_with_compiled_kernels(folder: Path
     found = run(folder, tmp_path / "files", trim=trim, kernels="on")
     assert (found.was_trimmed, found.native_kernels) == (trim, "compiled for this processor")
     assert_alike(found, plain)
+
+
+@pytest.mark.parametrize("trim", [False, True], ids=["whole", "trimmed"])
+def test_tokens_scores_and_files_are_the_same_with_packed_weights(folder: Path, plain: Run, tmp_path: Path, trim: bool) -> None:
+    try:
+        PackedLinears(torch.float32)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    found = run(folder, tmp_path / "files", trim=trim, kernels="off", packed="on")
+    assert (found.was_trimmed, found.packed_weights) == (trim, "on")
+    assert_alike(found, plain)
+
+
+@pytest.mark.parametrize(("prefault", "poison", "touches"), [(True, False, True), (False, False, False), (True, True, False)])
+def test_caches_are_touched_at_start_where_that_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, prefault: bool, poison: bool, touches: bool
+) -> None:
+    touched: list[object] = []
+    monkeypatch.setattr(KVGroup, "touch", touched.append)
+    monkeypatch.setattr(StateStore, "touch", touched.append)
+    with OfflineEngine(small_config(folder, prefault_caches=prefault, poison=poison)):
+        assert {type(cache) for cache in touched} == ({KVGroup, StateStore} if touches else set())
+
+
+def test_touched_caches_are_in_memory() -> None:
+    spec = KVSpec(LayerKV(2, 8), (0, 1), 4, torch.float32)
+    group, store = KVGroup(spec, 3, torch.device("cpu")), StateStore(5, 4, 6, torch.float32)
+    for tensor in (group.keys, group.values, store.pages):
+        tensor.fill_(7.0)
+    group.touch()
+    store.touch()
+    assert not any(tensor.any() for tensor in (group.keys, group.values, store.pages))
 
 
 @pytest.fixture
