@@ -15,7 +15,7 @@ from engine.saves.patience import DISK_FULL, Patience
 from engine.saves.publish import remove_if_present
 
 COPY_BYTES = 1 << 20
-WRITE_BACK_BYTES = 8 << 20
+WRITE_BACK_BYTES = 2 << 20
 CREATE_ATTEMPTS = 16
 
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)

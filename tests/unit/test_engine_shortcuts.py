@@ -153,8 +153,8 @@ def test_caches_are_touched_at_start_where_that_is_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, prefault: bool, poison: bool, touches: bool
 ) -> None:
     touched: list[object] = []
-    monkeypatch.setattr(KVGroup, "touch", touched.append)
-    monkeypatch.setattr(StateStore, "touch", touched.append)
+    for cache in (KVGroup, StateStore):
+        monkeypatch.setattr(cache, "touch", lambda self: touched.append(self))
     with OfflineEngine(small_config(folder, prefault_caches=prefault, poison=poison)):
         assert {type(cache) for cache in touched} == ({KVGroup, StateStore} if touches else set())
 
