@@ -4,7 +4,8 @@ import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Of glibc's mallopt(3)."""
-_LARGEST_BYTES, _KEPT_BYTES = 2**30, 2**31 - 1
+_LARGEST_BYTES, _LARGEST_BYTES_ONCE, _KEPT_BYTES = 2**30, 2**25, 2**31 - 1
+"""Blocks that may lie in the heap, where older versions refuse more than 32 MiB; memory at the heap's end that is kept."""
 
 
 def keep_freed_memory() -> bool:
@@ -16,5 +17,7 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return False
-    wanted = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _LARGEST_BYTES), (_M_TRIM_THRESHOLD, _KEPT_BYTES))
-    return all(mallopt(name, value) == 1 for name, value in wanted)
+    one_arena = mallopt(_M_ARENA_MAX, 1)
+    in_heap = mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES) or mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES_ONCE)
+    kept = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    return bool(one_arena and in_heap and kept)

@@ -110,9 +110,7 @@ def assemble(
     # After all else that takes memory of the device: this takes a share of what is left.
     kv = _kv_cache(model, config, block_size, max_model_len)
     if config.prefault_caches and device.type == "cpu" and not config.poison:
-        states.touch()
-        for group in kv.groups:
-            group.touch()
+        _touch(states, kv)
     prefixes = PrefixFinder(kv, block_size, enabled=config.prefix_cache)
     limits = RequestLimits(described.num_layers, described.vocab_size, max_model_len, kv, block_size, num_pages - 1, sink.capacity)
     scheduler = Scheduler(
@@ -179,6 +177,13 @@ def _kv_cache(model: Model, config: EngineConfig, block_size: int, max_model_len
     specs = group_layers(model.kv_layers(), block_size, model.dtype)
     counts = kv_blocks(specs, config, max_model_len, model.device)
     return KVCache([KVGroup(spec, count, model.device, poison=config.poison) for spec, count in zip(specs, counts, strict=True)])
+
+
+def _touch(states: StateStore, kv: KVCache) -> None:
+    """Poisoned caches have been written to already, and a GPU's memory is there at once."""
+    states.touch()
+    for group in kv.groups:
+        group.touch()
 
 
 def _sink(states: StateStore, batch_tokens: int, device: torch.device) -> RowSink:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-_RELEASE_EVERYTHING = 2
-"""omp_pause_hard: threads and all else that OpenMP has for the calling thread goes; it comes back when it is needed."""
+_PAUSE_SOFT = 1
+"""GNU's OpenMP ends the calling thread's team, whatever the kind of pause; LLVM's, which doesn't count threads that way, keeps them."""
 
 
 def keep_to_one_compute_thread() -> bool:
@@ -30,10 +30,10 @@ def release_compute_threads() -> bool:
     """Ends the calling thread's team, which is made anew should it be needed. False where it can't be done.
 
     For the thread that loads the model. As long as its team is there, if idle, OpenMP counts more threads than cores, and then the engine's
-    team sleeps after every operation instead of waiting for the next one: 50 microseconds each, of which a step has hundreds.
+    team sleeps after every operation instead of waiting for the next one: 55 microseconds each, of which a step has hundreds.
     """
     try:
-        return bool(_openmp().omp_pause_resource_all(_RELEASE_EVERYTHING) == 0)
+        return bool(_openmp().omp_pause_resource_all(_PAUSE_SOFT) == 0)
     except (OSError, AttributeError):
         return False
 

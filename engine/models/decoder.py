@@ -13,7 +13,7 @@ from engine.models.rope import RotaryAngles, RotaryTable
 from engine.models.weights import DecoderWeights, LayerWeights
 
 _MLP_ROWS_ON_CPU = 256
-"""Rows that go through a layer's MLP together: what lies between its products, six times as wide as a row, stays in the caches."""
+"""Rows that go through a layer's MLP together: what lies between its products, several times as wide as a row, stays in the caches."""
 
 
 class Decoder:

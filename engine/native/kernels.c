@@ -20,6 +20,7 @@
 #define TILE 32
 /* Query rows of one key head that go through keys and values together. */
 #define QUERIES 4
+_Static_assert(QUERIES == 4, "attend_part has a case for every smaller number of rows");
 /* Positions by which keys are fetched before they are needed. */
 #define AHEAD 24
 
@@ -164,6 +165,8 @@ static inline vector sums_of(vector *terms) {
     for (int i = 0; i < 2; i++) terms[i] = FOLD(terms[i], terms[i + 2], 2);
     return FOLD(terms[0], terms[1], 1);
 }
+
+static inline int64_t parts_of(int64_t positions) { return (positions + POSITIONS_PER_PART - 1) / POSITIONS_PER_PART; }
 
 /* The work of one thread: some positions of one sequence. */
 struct part {

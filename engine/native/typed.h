@@ -198,11 +198,11 @@ static void NAME(attend_any_part)(const struct part *part, const STATE *keys, co
     }
 }
 
-/* Puts the parts of one key head of one sequence together (each relative to its own largest score) and writes `group` rows of `out`.
- * Of `states` the largest scores are lost. */
-static void NAME(join_parts)(float *states, int64_t parts, int64_t part_stride, int64_t group, int64_t dim, STATE *out) {
+/* Puts the parts of one key head of one sequence together (each relative to its own largest score) and writes `group` rows of `out`. */
+static void NAME(join_parts)(const float *states, int64_t parts, int64_t part_stride, int64_t group, int64_t dim, STATE *out) {
     for (int64_t g = 0; g < group; g++) {
-        float *first = states + g * state_size(dim), largest = first[0], sum = 0.0f, mixed[MAX_HEAD_DIM] = {0};
+        const float *first = states + g * state_size(dim);
+        float largest = first[0], sum = 0.0f, mixed[MAX_HEAD_DIM] = {0};
         for (int64_t p = 1; p < parts; p++) {
             float other = first[p * part_stride];
             largest = other > largest || isnan(other) ? other : largest;
@@ -227,25 +227,34 @@ int NAME(attend_decodes)(const STATE *query, int64_t query_stride, const int64_t
                          const int64_t *tables, int64_t table_width, const int64_t *begins, const int64_t *ends, int64_t n,
                          int64_t block_size, int64_t heads, int64_t kv_heads, int64_t dim, float scale, float soft_cap, STATE *out,
                          int threads) {
-    int64_t group = heads / kv_heads, padded = vectors_of(dim) * LANES, part_stride = group * state_size(dim), longest = 0;
-    for (int64_t i = 0; i < n; i++) longest = ends[i] - begins[i] > longest ? ends[i] - begins[i] : longest;
-    int64_t parts = (longest + POSITIONS_PER_PART - 1) / POSITIONS_PER_PART;
-    float *states = malloc((size_t)(n * kv_heads * parts * part_stride) * sizeof *states);
+    int64_t group = heads / kv_heads, padded = vectors_of(dim) * LANES, part_stride = group * state_size(dim), parts = 0, positions = 0;
+    for (int64_t i = 0; i < n; i++) {
+        parts += parts_of(ends[i] - begins[i]);
+        positions += ends[i] - begins[i];
+    }
+    float *states = malloc((size_t)(parts * kv_heads * part_stride) * sizeof *states);
     float *queries = calloc((size_t)(n * heads * padded), sizeof *queries);
-    if (!states || !queries) {
+    int64_t *owners = malloc((size_t)parts * sizeof *owners), *firsts = malloc((size_t)n * sizeof *firsts);
+    if (!states || !queries || !owners || !firsts) {
         free(states);
         free(queries);
+        free(owners);
+        free(firsts);
         return 1;
+    }
+    for (int64_t i = 0, item = 0; i < n; i++) {
+        firsts[i] = item;
+        for (int64_t left = parts_of(ends[i] - begins[i]); left > 0; left--) owners[item++] = i;
     }
     for (int64_t i = 0; i < n; i++)
         for (int64_t h = 0; h < heads; h++)
             for (int64_t j = 0; j < dim; j++)
                 queries[(i * heads + h) * padded + j] = LOAD(query[rows[i] * query_stride + h * dim + j]) * scale;
-#pragma omp parallel num_threads(threads_for(n *heads *longest *dim / 8, threads))
+#pragma omp parallel num_threads(threads_for(positions *heads *dim / 8, threads))
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < n * parts; item++) {
-            int64_t i = item % n, number = item / n, begin = begins[i] + number * POSITIONS_PER_PART;
+        for (int64_t item = 0; item < parts; item++) {
+            int64_t i = owners[item], number = item - firsts[i], begin = begins[i] + number * POSITIONS_PER_PART;
             struct part part = {
                 .queries = queries + i * heads * padded,
                 .group = group,
@@ -255,20 +264,22 @@ int NAME(attend_decodes)(const STATE *query, int64_t query_stride, const int64_t
                 .begin = begin,
                 .end = begin + POSITIONS_PER_PART < ends[i] ? begin + POSITIONS_PER_PART : ends[i],
                 .soft_cap = soft_cap,
-                .states = states + (i * kv_heads * parts + number) * part_stride,
-                .head_stride = parts * part_stride,
+                .states = states + (firsts[i] * kv_heads + number) * part_stride,
+                .head_stride = parts_of(ends[i] - begins[i]) * part_stride,
             };
-            if (part.begin < part.end) NAME(attend_any_part)(&part, keys, values, dim);
+            NAME(attend_any_part)(&part, keys, values, dim);
         }
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < n * kv_heads; item++) {
-            int64_t head = item % kv_heads, i = item / kv_heads;
-            int64_t used = (ends[i] - begins[i] + POSITIONS_PER_PART - 1) / POSITIONS_PER_PART;
-            NAME(join_parts)(states + item * parts * part_stride, used, part_stride, group, dim, out + (rows[i] * heads + head * group) * dim);
+            int64_t head = item % kv_heads, i = item / kv_heads, used = parts_of(ends[i] - begins[i]);
+            const float *of_head = states + (firsts[i] * kv_heads + head * used) * part_stride;
+            NAME(join_parts)(of_head, used, part_stride, group, dim, out + (rows[i] * heads + head * group) * dim);
         }
     }
     free(states);
     free(queries);
+    free(owners);
+    free(firsts);
     return 0;
 }
 

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.cache.spec import LayerKV
-from engine.errors import ConfigError, ModelError
+from engine.errors import ModelError
 from engine.models.base import AttentionOptions, ForwardBatch, Model
-from engine.models.linear import PackedLinears
 from engine.models.loader import load_model, read_model_config
 from engine.models.ops import NativeOps, Ops, TorchOps
 from engine.native.compiler import NoKernels
 from engine.native.kernels import load_kernels
+from tests.products import packed_linears
 
 if TYPE_CHECKING:
     from tests.parity.conftest import ReferenceStates, TinyModel
@@ -140,13 +140,6 @@ def load(folder: Path, max_model_len: int | None = None, ops: Ops | None = None,
     """With packed weights where the kernels are compiled ones."""
     linears = packed_linears(dtype) if isinstance(ops, NativeOps) else None
     return load_model(folder, device=torch.device("cpu"), dtype=dtype, max_model_len=max_model_len, ops=ops, linears=linears)
-
-
-def packed_linears(dtype: torch.dtype) -> PackedLinears:
-    try:
-        return PackedLinears(dtype)
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 def check(tiny: TinyModel, lengths: Sequence[int] = LENGTHS, max_model_len: int | None = None, ops: Ops | None = None) -> None:

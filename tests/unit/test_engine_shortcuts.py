@@ -17,7 +17,6 @@ from engine.cache.states import StateStore
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.layers import LayerId
-from engine.models.linear import PackedLinears
 from engine.native import compiler
 from engine.native.compiler import NoKernels
 from engine.native.kernels import load_kernels
@@ -25,6 +24,7 @@ from engine.offline import Completion, LocalTarget, OfflineEngine
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner, StepResult
 from engine.saves.spec import ALL_ROWS, LAST_ROW, RowSelection, SaveSpec
+from tests.products import packed_linears
 from tests.unit.small_engine import PROMPT, Recorder, save_tiny_llama, small_config
 
 
@@ -139,10 +139,7 @@ def test_tokens_scores_and_files_are_the_same_with_compiled_kernels(folder: Path
 
 @pytest.mark.parametrize("trim", [False, True], ids=["whole", "trimmed"])
 def test_tokens_scores_and_files_are_the_same_with_packed_weights(folder: Path, plain: Run, tmp_path: Path, trim: bool) -> None:
-    try:
-        PackedLinears(torch.float32)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    packed_linears(torch.float32)
     found = run(folder, tmp_path / "files", trim=trim, kernels="off", packed="on")
     assert (found.was_trimmed, found.packed_weights) == (trim, "on")
     assert_alike(found, plain)
