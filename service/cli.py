@@ -12,7 +12,7 @@ from service.settings_parser import add_settings, given_settings
 from service.version import strata_version
 
 USAGE_ERROR = 2
-COMPILED_SHAPES = 128
+COMPILED_SHAPES = 64
 HELP_POSITION = 36
 HELP_WIDTH = 132
 

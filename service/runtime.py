@@ -62,7 +62,7 @@ class Runtime:
         self.settings = settings
         self.metrics = Metrics()
         self.tracing = start_tracing(settings)
-        self.state: RuntimeState = "starting"
+        self._state: RuntimeState = "starting"
         self.on_fatal: Callable[[], None] = lambda: None
         """Called when the engine has failed and nobody waits for an answer any more."""
         self._make_engine = engine_factory
@@ -72,6 +72,11 @@ class Runtime:
         self._grace: asyncio.Task[None] | None = None
         self.metrics.watch_state(lambda: self.state, get_args(RuntimeState))
         self.metrics.show_limits(max_running=settings.max_running, max_queued=settings.max_queued)
+
+    @property
+    def state(self) -> RuntimeState:
+        """An engine that is dead says so before it answers those that it held, and before this hears of it otherwise."""
+        return "dead" if self._services is not None and self._services.engine.state == "dead" else self._state
 
     @property
     def failed(self) -> bool:
@@ -124,14 +129,14 @@ class Runtime:
         )
         self._start_reaper(registry, roots, space)
         _log_start(self._services)
-        if self.state == "starting":
-            self.state = "ok"
+        if self._state == "starting":
+            self._state = "ok"
 
     async def drain(self) -> None:
         """Takes no new requests and waits for those that run, and their saves, for at most `drain_seconds`; aborts what is left."""
         if self.state not in ("starting", "ok"):
             return
-        self.state = "draining"
+        self._state = "draining"
         if self._services is None:
             return
         engine = self._services.engine
@@ -156,7 +161,7 @@ class Runtime:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         if self.state != "dead":
-            self.state = "stopped"
+            self._state = "stopped"
 
     async def _start_engine(self, config: EngineConfig, events: EngineEvents) -> EngineAPI:
         engine = self._make_engine(config, events)
@@ -195,7 +200,7 @@ class Runtime:
 
     def _engine_died(self, error: BaseException) -> None:
         log.critical("the engine has failed, the service ends", exc_info=error)
-        self.state = "dead"
+        self._state = "dead"
         self._grace = asyncio.get_running_loop().create_task(self._end_after_death())
 
     async def _end_after_death(self) -> None:

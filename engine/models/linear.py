@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from engine.config import Switch
 from engine.errors import ConfigError
@@ -14,6 +14,7 @@ _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 _TRIED_SHAPE = (1536, 768)
 _TRIED_ROWS = (16, 256)
 _TRIES = 5
+_MOST_PADDED_ROWS = 64
 _WORTH_IT = 1.1
 """Both ways are as good where they differ by less: then torch's, which needs no second copy of a tied head."""
 
@@ -72,10 +73,21 @@ class PackedLinear:
         self._bias = bias
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if not states.shape[0]:  # oneDNN has no product over nothing
+        rows = states.shape[0]
+        if not rows:  # oneDNN has no product over nothing
             return states.new_empty(0, self._outputs)
+        if _compiled_rows(rows) > rows:
+            states = pad(states, (0, 0, 0, _compiled_rows(rows) - rows))
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
-        return product
+        return product[:rows]
+
+
+def _compiled_rows(rows: int) -> int:
+    """A product is compiled for each number of rows, which takes milliseconds and memory, so while text is generated there are few of
+    them: 1, 2, 4 and multiples of 8. Up to there the weights' way from memory is what costs. Prompts are computed as they are."""
+    if rows > _MOST_PADDED_ROWS:
+        return rows
+    return -(-rows // 8) * 8 if rows > 4 else 1 << (rows - 1).bit_length()
 
 
 class PackedLinears:

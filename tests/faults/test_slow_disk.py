@@ -26,6 +26,7 @@ from tests.http.conftest import BOS, EOS, MAX_MODEL_LEN, VOCAB_SIZE, make_tokeni
 
 MIB = 1 << 20
 PUSHED_BYTES = number_from_environment("STRATA_TEST_SLOW_DISK", 10) * MIB
+BATCH_TOKENS = 64
 BUDGET_BYTES = max(3 * MIB, PUSHED_BYTES // 8)
 ROUNDS = 2
 NUM_CLIENTS = 6
@@ -70,7 +71,12 @@ class SlowDisk:
         return [clients.submit(self._save, number) for number in range(first, self.num_saves)]
 
     def warm_up(self, clients: ThreadPoolExecutor) -> int:
-        """The same load on a fast disk, until it needs no more memory than before; returns how much it needs."""
+        """The same load on a fast disk, until it needs no more memory than before; returns how much it needs.
+
+        Before that, steps of every size: a product is compiled for each number of rows, and as many are kept as `COMPILED_SHAPES` says.
+        """
+        for rows in range(1, BATCH_TOKENS + 1):
+            self.child.complete(prompt="".join(random.Random(-rows).choices("ijklmnop", k=rows)), max_tokens=1)
         for _ in range(WARM_UP_ROUNDS):
             before = self.largest
             saves = self.push(clients, 2 * BUDGET_BYTES)
@@ -99,7 +105,7 @@ class SlowDisk:
 @pytest.fixture
 def slow(wide_model: Path, tmp_path: Path) -> Iterator[SlowDisk]:
     root, state = tmp_path / "saves", tmp_path / "state"
-    sizes = ["--state-cache-memory", str(BUDGET_BYTES), "--block-size", "16", "--max-batch-tokens", "64"]
+    sizes = ["--state-cache-memory", str(BUDGET_BYTES), "--block-size", "16", "--max-batch-tokens", str(BATCH_TOKENS)]
     with faulty_disk(tmp_path, root) as disk, disk.under(flags(wide_model, root, state, *sizes)) as child:
         yield SlowDisk(child, disk, root, state)
 
