@@ -3,7 +3,7 @@
 import os
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -107,10 +107,10 @@ def _system(label: str, service: systems.Server, setting: Setting) -> System:
 
 
 def _disk(bench: Bench) -> Plot:
-    """Other writers on the same disk leave the less to this one, the more they are; what they leave is measured each time."""
+    """Over the number of other writers on the same disk, which take processor time too; what they leave of the disk is told each time."""
     workload = _workload(prose(16, 256), concurrency=8)
     first_tokens = count(FIRST_TOKEN)
-    found: dict[tuple[int, str], list[Point]] = {}
+    found: dict[tuple[str, int], list[float]] = {}
     with bench.warm_service() as service:
         for _, others in in_turn(OTHERS[: bench.options.limit], bench.options.rounds):
             with other_writers(bench.directory, others):
@@ -118,16 +118,12 @@ def _disk(bench: Bench) -> Plot:
                 for curve in (SAVING, NOT_SAVING):
                     system = _system(f"{others} other writers, {curve}", service, Setting(others, workload, curve))
                     measured = system.measure(with_first_token(workload.prompts, next(first_tokens)), bench.width)
-                    found.setdefault((others, curve), []).append((rate / 1e6, 1000 / measured.tokens_per_second))
+                    found.setdefault((curve, others), []).append(1000 / measured.tokens_per_second)
             bench.say(f"{others} other writers leave {rate / 1e6:.0f} MB/s")
     curves: dict[str, list[Point]] = {}
-    for (_, curve), points in sorted(found.items()):
-        curves.setdefault(curve, []).append(_middle(points))
-    return Plot("disk", "MB/s that the disk takes, synced", "ms per prompt token", {name: sorted(each) for name, each in curves.items()})
-
-
-def _middle(points: Sequence[Point]) -> Point:
-    return statistics.median(x for x, _ in points), statistics.median(y for _, y in points)
+    for (curve, others), costs in sorted(found.items()):
+        curves.setdefault(curve, []).append((others, statistics.median(costs)))
+    return Plot("disk", "other writers on the same disk", "ms per prompt token", curves, log_x=False)
 
 
 @contextmanager
