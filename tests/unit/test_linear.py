@@ -20,7 +20,7 @@ def seeded() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 63, 65, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (1, 5), (33, 127)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_packed_products_equal_those_in_double_precision(dtype: torch.dtype, rows: int, outputs: int, inputs: int, with_bias: bool) -> None:
@@ -33,6 +33,14 @@ def test_packed_products_equal_those_in_double_precision(dtype: torch.dtype, row
     assert (found.dtype, found.shape) == (dtype, (rows, outputs))
     error = (found.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max().item() <= TOLERANCE[dtype] * (1 + 8 * (outputs == 1))  # one output alone may cancel out
+
+
+def test_few_products_are_compiled_while_text_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, compiled = packed_linears(torch.float32).of(torch.ones(2, 3)), set()
+    monkeypatch.setattr(products, "pad", lambda states, by: compiled.add(len(states) + by[3]) or torch.nn.functional.pad(states, by))
+    for rows in range(1, 200):
+        assert product(torch.ones(rows, 3)).shape == (rows, 2)
+    assert compiled == {4, *range(8, 65, 8)}  # 1, 2 and more than 64 rows are taken as they are
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
