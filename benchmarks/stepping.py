@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.client import BenchmarkError
-from engine.batch import Batch
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.execution.batch import Batch
+from engine.execution.runner import Launched, ModelRunner, StepResult
 from engine.layers import LayerId
 from engine.offline import LocalTarget
 from engine.request import EngineRequest, RequestOutput, SamplingParams
-from engine.runner import Launched, ModelRunner, StepResult
 from engine.saves.spec import SaveEvent, SaveSpec
 
 

@@ -8,32 +8,32 @@ from pathlib import Path
 
 import torch
 
-from engine.allocator import keep_freed_memory
 from engine.api import EngineInfo
 from engine.attention.select import candidates_with, needs_of, select_backend
 from engine.cache.kv import KVCache, KVGroup
-from engine.cache.sink import DirectSink, RowSink, StagedSink
+from engine.cache.sizing import kv_blocks, state_pages
 from engine.cache.spec import group_layers
 from engine.cache.states import StateStore
+from engine.capture.sink import DirectSink, RowSink, StagedSink
 from engine.config import EngineConfig, Switch
 from engine.core import CoreParts
-from engine.device import dtype_name, resolve_device, resolve_dtype
+from engine.device.allocator import keep_freed_memory
+from engine.device.resolve import dtype_name, resolve_device, resolve_dtype
 from engine.errors import ConfigError
-from engine.graphs import graphs_for
-from engine.limits import RequestLimits, saved_rows
+from engine.execution.graphs import graphs_for
+from engine.execution.runner import ModelRunner
 from engine.models.base import Model
 from engine.models.linear import choose_linears
 from engine.models.loader import load_model, read_model_config
 from engine.models.ops import NativeOps
 from engine.native.compiler import NoKernels
 from engine.native.kernels import Kernels, load_kernels
-from engine.prefix import PrefixFinder
 from engine.request import EngineRequest
-from engine.runner import ModelRunner
 from engine.saves.spec import SaveEvent
 from engine.saves.writer import SaveEnd, SaveJob, SaveWriter
-from engine.scheduler import Scheduler
-from engine.sizing import kv_blocks, state_pages
+from engine.scheduling.limits import RequestLimits, saved_rows
+from engine.scheduling.prefix import PrefixFinder
+from engine.scheduling.scheduler import Scheduler
 
 _BATCH_TOKENS_ON_CPU, _BATCH_TOKENS_ON_GPU = 2048, 8192
 _MIXED_TOKENS_ON_CPU = 512

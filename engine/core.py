@@ -2,30 +2,29 @@
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as List
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.ahead import AheadLauncher, StepAhead
-from engine.batch import Batch
 from engine.cache.chain import HashChain
 from engine.cache.kv import KVCache
-from engine.cache.sink import Landing
 from engine.cache.states import StateStore
-from engine.capture import Flight, Job, RowCapture
+from engine.capture.row_capture import Flight, Job, RowCapture
+from engine.capture.sink import Landing
 from engine.errors import EngineError, RequestAborted, SaveError, StepFailed
+from engine.execution.ahead import AheadLauncher, StepAhead
+from engine.execution.batch import Batch
+from engine.execution.runner import ModelRunner, StepResult
+from engine.execution.steps import StepExecutor, StepOutcome
 from engine.layers import depth_of
-from engine.limits import RequestLimits, saved_rows
-from engine.prefix import PrefixFinder
 from engine.request import EngineRequest, FinishReason, RequestOutput
-from engine.runner import ModelRunner, StepResult
-from engine.sampler import SampledToken
-from engine.scheduler import Chunk, Scheduler
-from engine.sequence import Sequence
+from engine.sampling.sampler import SampledToken
+from engine.scheduling.limits import RequestLimits, saved_rows
+from engine.scheduling.prefix import PrefixFinder
+from engine.scheduling.scheduler import Chunk, Scheduler
+from engine.scheduling.sequence import TokenSequence
 from engine.stats import EngineListener
-from engine.steps import StepExecutor, StepOutcome
 
 _FAILED_STEPS_IN_A_ROW = 3
 """After so many in which nothing at all could be computed, the engine's own probe included, it is taken to be broken."""
@@ -54,7 +53,7 @@ class CoreParts:
 class EngineCore:
     """All methods belong to one thread. `release` may be called by writers from theirs: it must bring pages back to `release_pages`."""
 
-    def __init__(self, parts: CoreParts, listener: EngineListener, release: Callable[[List[int]], None]) -> None:
+    def __init__(self, parts: CoreParts, listener: EngineListener, release: Callable[[Sequence[int]], None]) -> None:
         self.scheduler = parts.scheduler
         self.num_computed_tokens = 0
         self.num_step_failures = 0
@@ -68,7 +67,7 @@ class EngineCore:
         """The latest step that the device was given and whose tokens are to come."""
         self._listener = listener
         self._release = release
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, TokenSequence] = {}
         self._writing: dict[str, RowCapture] = {}
         """Those of requests whose text is done, by request id."""
         self._arrivals = 0
@@ -111,7 +110,7 @@ class EngineCore:
             self._writing.pop(request_id).cancel(reason)
         self._listener.on_step(outputs, 0, 0.0)
 
-    def release_pages(self, pages: List[int]) -> None:
+    def release_pages(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._parts.states.pool.release(page)
 
@@ -153,7 +152,7 @@ class EngineCore:
         if not self._sequences and self._ahead is None:
             assert self._parts.kv.stats().referenced == 0, "KV blocks are held although no request is left"
 
-    def _new_sequence(self, request: EngineRequest, job: Job | None) -> Sequence:
+    def _new_sequence(self, request: EngineRequest, job: Job | None) -> TokenSequence:
         parts, save, seed = self._parts, request.save, request.sampling.seed
         num_layers = parts.limits.num_layers
         token_ids = list(request.prompt_token_ids)
@@ -174,7 +173,7 @@ class EngineCore:
                 max_total=highest,
                 release=self._release,
             )
-        return Sequence(
+        return TokenSequence(
             request,
             self._arrivals,
             num_layers,
@@ -186,7 +185,7 @@ class EngineCore:
             prompt_logprobs=[] if request.sampling.prompt_logprobs is None else [None],
         )
 
-    def _run(self, chunks: List[Chunk]) -> list[RequestOutput]:
+    def _run(self, chunks: Sequence[Chunk]) -> list[RequestOutput]:
         outcome = self._steps.run(chunks)
         self.num_step_failures += outcome.raised
         self.num_computed_tokens += outcome.num_tokens
@@ -244,7 +243,7 @@ class EngineCore:
             sequence.capture.confirm(flight)
             sequence.capture.hand_over(chunk.end)
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _let_go(self, sequence: TokenSequence) -> None:
         """The end of a sequence in the scheduler. What a step that is under way computes of it is withdrawn."""
         del self._sequences[sequence.request.request_id]
         sequence.ended = True
@@ -270,7 +269,7 @@ class EngineCore:
         if works is not None:
             self._failed_steps = 0 if works else self._failed_steps + 1
 
-    def _fail(self, sequence: Sequence, error: EngineError) -> list[RequestOutput]:
+    def _fail(self, sequence: TokenSequence, error: EngineError) -> list[RequestOutput]:
         return self._drop(sequence, "error", error, SaveError("engine_error", str(error)))
 
     def _refuse(self, request: EngineRequest, job: Job | None, error: EngineError) -> None:
@@ -299,7 +298,7 @@ class EngineCore:
             sequence.capture.commit(chunk.end, landing)
             sequence.capture.hand_over(chunk.end)
 
-    def _sampled(self, sequence: Sequence, token: SampledToken | EngineError) -> list[RequestOutput]:
+    def _sampled(self, sequence: TokenSequence, token: SampledToken | EngineError) -> list[RequestOutput]:
         if isinstance(token, EngineError):
             return self._fail(sequence, token)
         first = not sequence.num_output_tokens
@@ -326,7 +325,7 @@ class EngineCore:
         )
         return [output]
 
-    def _stop_reason(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+    def _stop_reason(self, sequence: TokenSequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         params, checker = sequence.request.sampling, sequence.request.stop_checker
         completes = checker is not None and checker.completes_stop(token_id)
         if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._parts.eos_token_ids):
@@ -335,7 +334,7 @@ class EngineCore:
             return "stop", None
         return ("length", None) if sequence.num_output_tokens >= params.max_tokens else (None, None)
 
-    def _advance(self, sequence: Sequence) -> list[RequestOutput]:
+    def _advance(self, sequence: TokenSequence) -> list[RequestOutput]:
         """Ends a sequence that has nothing left to compute; its file is the writer's from then on."""
         if not sequence.done:
             return []
@@ -359,7 +358,7 @@ class EngineCore:
                 outputs += self._drop(sequence, "error", error, error)
         return outputs
 
-    def _drop(self, sequence: Sequence, reason: FinishReason, error: EngineError, save_error: SaveError) -> list[RequestOutput]:
+    def _drop(self, sequence: TokenSequence, reason: FinishReason, error: EngineError, save_error: SaveError) -> list[RequestOutput]:
         """Takes a sequence out before it is done. Where its text was done already, it is heard of through its save."""
         self._let_go(sequence)
         if sequence.capture is not None:

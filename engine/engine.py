@@ -12,9 +12,9 @@ import torch
 
 from engine.api import EngineInfo, EngineState
 from engine.build import EngineParts, build_engine
-from engine.compute_threads import release_compute_threads
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.device.threads import release_compute_threads
 from engine.errors import EngineError, EngineUnavailable, QueueFull, SaveError
 from engine.request import EngineRequest, RequestOutput
 from engine.saves.spec import SaveEvent

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.limits import saved_rows
 from engine.request import EngineRequest, SamplingParams
 from engine.saves.bound import largest_file
 from engine.saves.spec import SaveTarget
+from engine.scheduling.limits import saved_rows
 from service.choice import Choice
 from service.choice_text import ChoiceText, Echo, chat_logprobs, echo_of, logprobs_object
 from service.deletion import delete_save

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.build import assemble
-from engine.capture import Job
+from engine.capture.row_capture import Job
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import SaveError

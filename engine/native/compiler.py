@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.device import cpu_flags
+from engine.device.resolve import cpu_flags
 from engine.errors import EngineError
 
 SOURCES = ("kernels.c", "typed.h", "prompts.h")

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from engine.compute_threads import keep_to_one_compute_thread
 from engine.config import Checksum
+from engine.device.threads import keep_to_one_compute_thread
 from engine.errors import EngineUnavailable, SaveError
 from engine.saves.builder import FileBuilder, WriterOptions
 from engine.saves.chunk import RowChunk, SaveEnd

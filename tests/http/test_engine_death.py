@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from engine.batch import Batch
-from engine.runner import ModelRunner, StepResult
+from engine.execution.batch import Batch
+from engine.execution.runner import ModelRunner, StepResult
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,10 +39,10 @@ def breaking(*arguments):
 """
 RUN = "from service.cli import main\nsys.exit(main(sys.argv[1:]))\n"
 WAYS = {
-    "the model": ("engine.runner", "ModelRunner", "execute", "RuntimeError('the device is lost')"),
-    "the memory": ("engine.runner", "ModelRunner", "execute", "MemoryError()"),
-    "the scheduler": ("engine.scheduler", "Scheduler", "schedule", "AssertionError('the books do not agree')"),
-    "the pages": ("engine.capture", "RowCapture", "commit", "AssertionError('the books do not agree')"),
+    "the model": ("engine.execution.runner", "ModelRunner", "execute", "RuntimeError('the device is lost')"),
+    "the memory": ("engine.execution.runner", "ModelRunner", "execute", "MemoryError()"),
+    "the scheduler": ("engine.scheduling.scheduler", "Scheduler", "schedule", "AssertionError('the books do not agree')"),
+    "the pages": ("engine.capture.row_capture", "RowCapture", "commit", "AssertionError('the books do not agree')"),
     "the listener": ("service.collector", "EngineEvents", "on_step", "RuntimeError('no loop')"),
 }
 

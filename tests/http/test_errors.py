@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.runner import ModelRunner
+from engine.execution.runner import ModelRunner
 from service.limits import MAX_BODY_BYTES
 
 if TYPE_CHECKING:

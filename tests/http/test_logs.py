@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from engine.errors import SaveError
-from engine.runner import ModelRunner
+from engine.execution.runner import ModelRunner
 from engine.saves.builder import FileBuilder
 from service.auth import hashed_line
 from service.launcher import ServiceProcess

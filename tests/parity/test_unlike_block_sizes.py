@@ -10,18 +10,18 @@ import torch
 
 from engine.attention.sdpa import SdpaBackend
 from engine.cache.kv import KVCache, KVGroup
-from engine.cache.sink import DirectSink, RowSink, StagedSink
 from engine.cache.spec import KVSpec, group_layers
 from engine.cache.states import StateStore
+from engine.capture.sink import DirectSink, RowSink, StagedSink
 from engine.core import CoreParts, EngineCore
-from engine.limits import RequestLimits
+from engine.execution.runner import ModelRunner
 from engine.models.base import Model
 from engine.models.loader import load_model
-from engine.prefix import PrefixFinder
 from engine.request import EngineRequest, SamplingParams
-from engine.runner import ModelRunner
 from engine.saves.spec import SaveSpec
-from engine.scheduler import Scheduler
+from engine.scheduling.limits import RequestLimits
+from engine.scheduling.prefix import PrefixFinder
+from engine.scheduling.scheduler import Scheduler
 from tests.parity.ways import Errors, Known, compute_known
 from tests.unit.core_fakes import FakeJob, Listener, Target
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import Batch
 from engine.cache.kv import KVCache
-from engine.cache.sink import Landing
 from engine.cache.states import StateStore
-from engine.runner import StepResult
-from engine.sampler import SampledToken
-from engine.sequence import Sequence
+from engine.capture.sink import Landing
+from engine.execution.batch import Batch
+from engine.execution.runner import StepResult
+from engine.sampling.sampler import SampledToken
+from engine.scheduling.sequence import TokenSequence
 from tests.unit.core_fakes import next_token
 from tests.unit.deferred_stream import DeferredCopy
 from tests.unit.staged_runner import StagedRunner
@@ -23,7 +23,7 @@ class FakeLaunched:
     """A step that the fake device was given."""
 
     batch: Batch
-    tokens: dict[Sequence, int]
+    tokens: dict[TokenSequence, int]
     """What it gives, as the device knows it."""
     ids: torch.Tensor
     arrived: DeferredCopy

@@ -8,34 +8,34 @@ Blocks and pages whose contents are dead are NaN. The cache salt is part of ever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
 import numpy as np
 import torch
 
-from engine.batch import Batch
 from engine.cache.kv import KVCache, KVGroup
 from engine.cache.spec import KVSpec, LayerKV
 from engine.cache.states import StateStore
 from engine.core import CoreParts, EngineCore
 from engine.errors import SaveError
+from engine.execution.batch import Batch
+from engine.execution.runner import StepResult
 from engine.layers import LayerId, depth_of
-from engine.limits import RequestLimits
-from engine.prefix import PrefixFinder
 from engine.request import EngineRequest, RequestOutput, SamplingParams
-from engine.runner import StepResult
-from engine.sampler import SampledToken
+from engine.sampling.sampler import SampledToken
 from engine.saves.chunk import RowChunk, SaveEnd
 from engine.saves.spec import ALL_ROWS, RowSelection, SaveEvent, SaveSpec
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.scheduling.limits import RequestLimits
+from engine.scheduling.prefix import PrefixFinder
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import TokenSequence
 
 NUM_LAYERS, VOCAB, MAX_MODEL_LEN, WINDOW = 3, 5, 40, 5
 
 
-def value_of(layer: LayerId, tokens: List[int], salt: str) -> float:
+def value_of(layer: LayerId, tokens: Sequence[int], salt: str) -> float:
     """Exact in float32, and different for different prefixes and layers."""
     return float(crc32(repr((layer, salt, list(tokens))).encode()) % (1 << 22)) + 1
 
@@ -44,7 +44,7 @@ def key_of(token: int, layer: int, salt: str) -> float:
     return float(token + 10 * layer + 100 * len(salt))
 
 
-def next_token(tokens: List[int]) -> int:
+def next_token(tokens: Sequence[int]) -> int:
     return crc32(repr(list(tokens)).encode()) % VOCAB
 
 
@@ -173,7 +173,7 @@ class FakeRunner:
         self.store.rows[slot] = value
 
 
-def _may_be_kept(sequence: Sequence, position: int) -> bool:
+def _may_be_kept(sequence: TokenSequence, position: int) -> bool:
     capture = sequence.capture
     assert capture is not None
     return capture.total is None or any(low <= position < high for low, high in capture.spec.rows.ranges(capture.total))
@@ -198,7 +198,7 @@ class _Keys:
     def layers(self) -> list[tuple[int, int]]:
         return [(index, layer) for index, layer in enumerate(self.group.spec.layers) if layer < self.depth]
 
-    def write(self, tokens: List[int], start: int, end: int) -> None:
+    def write(self, tokens: Sequence[int], start: int, end: int) -> None:
         size = self.group.spec.block_size
         for position in range(start, end):
             block = self.table[position // size]
@@ -207,7 +207,7 @@ class _Keys:
             for index, layer in self.layers:
                 self.group.keys[index, block, position % size] = key_of(tokens[position], layer, self.salt)
 
-    def check(self, tokens: List[int], start: int, end: int) -> None:
+    def check(self, tokens: Sequence[int], start: int, end: int) -> None:
         size, window = self.group.spec.block_size, self.group.spec.kind.window
         for position in range(start, end):
             first = 0 if window is None else max(0, position - window + 1)
@@ -224,7 +224,7 @@ class Listener:
     def __init__(self) -> None:
         self.outputs: dict[str, list[RequestOutput]] = {}
 
-    def on_step(self, outputs: List[RequestOutput], num_tokens: int, seconds: float) -> None:
+    def on_step(self, outputs: Sequence[RequestOutput], num_tokens: int, seconds: float) -> None:
         for output in outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
 
@@ -273,7 +273,7 @@ class Bench:
         )
         self.runner = runner(self.kv, self.store)
         self.listener = Listener()
-        self.released: list[List[int]] = []
+        self.released: list[Sequence[int]] = []
         self.budget, self.max_running, self.max_rows = budget, max_running, max_rows
         parts = CoreParts(
             self.kv,
@@ -294,7 +294,7 @@ class Bench:
     def add(
         self,
         name: str,
-        prompt: List[int],
+        prompt: Sequence[int],
         max_tokens: int = 0,
         layers: tuple[LayerId, ...] | None = None,
         *,
@@ -348,7 +348,7 @@ class Bench:
         self.core.check_integrity()
         assert self.store.pool.stats().referenced == 0
 
-    def names(self, sequences: List[object]) -> list[str]:
+    def names(self, sequences: Sequence[object]) -> list[str]:
         return [sequence.request.request_id for sequence in sequences]
 
     @property

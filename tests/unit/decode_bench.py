@@ -15,20 +15,20 @@ from benchmarks.gpu.model import TINY, random_model
 from engine.attention.facade import AttentionBackend
 from engine.attention.flashinfer import FlashInferBackend
 from engine.attention.varlen import VarlenBackend
-from engine.batch import Batch
 from engine.cache.kv import KVCache, KVGroup
-from engine.cache.sink import DirectSink, RowSink
 from engine.cache.spec import group_layers
 from engine.cache.states import StateStore
+from engine.capture.sink import DirectSink, RowSink
 from engine.core import CoreParts, EngineCore
-from engine.graphs import DecodeGraphs, Replay
+from engine.execution.batch import Batch
+from engine.execution.graphs import DecodeGraphs, Replay
+from engine.execution.runner import Launched, ModelRunner
 from engine.layers import LayerId
-from engine.limits import RequestLimits
-from engine.prefix import PrefixFinder
 from engine.request import EngineRequest, SamplingParams
-from engine.runner import Launched, ModelRunner
 from engine.saves.spec import SaveSpec
-from engine.scheduler import Scheduler
+from engine.scheduling.limits import RequestLimits
+from engine.scheduling.prefix import PrefixFinder
+from engine.scheduling.scheduler import Scheduler
 from tests.unit.core_fakes import FakeJob, Listener, Target
 from tests.unit.deferred_stream import DeferredStream
 from tests.unit.paged_kernels import FakeFlashInfer, FakeVarlen

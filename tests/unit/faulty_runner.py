@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.batch import Batch
-from engine.runner import StepResult
+from engine.execution.batch import Batch
+from engine.execution.runner import StepResult
 from tests.unit.core_fakes import FakeRunner
 
 

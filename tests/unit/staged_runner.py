@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from engine.batch import Batch
 from engine.cache.kv import KVCache
-from engine.cache.sink import StagedSink
 from engine.cache.states import StateStore
-from engine.runner import StepResult
+from engine.capture.sink import StagedSink
+from engine.execution.batch import Batch
+from engine.execution.runner import StepResult
 from tests.unit.core_fakes import FakeRunner
 from tests.unit.deferred_stream import DeferredStream
 

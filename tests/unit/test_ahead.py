@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from benchmarks.gpu.model import TINY
 from engine.cache.chain import HashChain
-from engine.cache.sink import StagedSink
+from engine.capture.sink import StagedSink
 from engine.offline import OfflineEngine
 from engine.request import SamplingParams
 from engine.saves.spec import RowSelection

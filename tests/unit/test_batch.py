@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -13,23 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.sdpa import SdpaBackend
-from engine.batch import Batch, build_batch
 from engine.cache.kv import BlockTables, KVCache, KVGroup
-from engine.cache.sink import DirectSink
 from engine.cache.spec import group_layers
 from engine.cache.states import StateStore
-from engine.capture import RowCapture
+from engine.capture.row_capture import RowCapture
+from engine.capture.sink import DirectSink
 from engine.core import CoreParts, EngineCore
+from engine.execution.batch import Batch, build_batch
+from engine.execution.runner import ModelRunner
 from engine.layers import LayerId
-from engine.limits import RequestLimits
 from engine.models.base import Model
 from engine.models.loader import load_model
-from engine.prefix import PrefixFinder
 from engine.request import EngineRequest, SamplingParams, TokenLogprobs
-from engine.runner import ModelRunner
 from engine.saves.spec import ALL_ROWS, LAST_ROW, RowSelection, SaveSpec
-from engine.scheduler import Chunk, Scheduler
-from engine.sequence import Sequence
+from engine.scheduling.limits import RequestLimits
+from engine.scheduling.prefix import PrefixFinder
+from engine.scheduling.scheduler import Chunk, Scheduler
+from engine.scheduling.sequence import TokenSequence
 from tests.unit.core_fakes import FakeJob, Listener, Target
 from tests.unit.small_engine import PROMPT, save_tiny_llama
 
@@ -63,7 +63,7 @@ class Requests:
         scores: list[TokenLogprobs | None] = [None] * (num_scored or 0)
         tables = BlockTables(NUM_LAYERS, [])
         tokens = list(request.prompt_token_ids)
-        sequence = Sequence(request, next(self._arrivals), NUM_LAYERS, tokens, {}, tables, capture, prompt_logprobs=scores)
+        sequence = TokenSequence(request, next(self._arrivals), NUM_LAYERS, tokens, {}, tables, capture, prompt_logprobs=scores)
         end = num_prompt if end is None else end
         if capture is not None:
             assert capture.reserve(start, end, num_prompt) == end
@@ -238,7 +238,7 @@ class Observed:
         parts = CoreParts(kv, self.store, scheduler, prefixes, runner, limits, frozenset(), CPU, False, trim)
         self.core = EngineCore(parts, self.listener, self._release)
 
-    def run(self, requests: List[EngineRequest]) -> Seen:
+    def run(self, requests: Sequence[EngineRequest]) -> Seen:
         jobs = {request.request_id: FakeJob(request.save, self.store) for request in requests if request.save is not None}
         for request in requests:
             self.core.add(request, jobs.get(request.request_id))
@@ -254,7 +254,7 @@ class Observed:
             {name: job.rows for name, job in jobs.items()},
         )
 
-    def _release(self, pages: List[int]) -> None:
+    def _release(self, pages: Sequence[int]) -> None:
         for page in pages:
             self.store.pool.release(page)
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.cache.chain import HashChain
 from engine.cache.states import StateStore
-from engine.capture import RowCapture, pages_reserved
+from engine.capture.row_capture import RowCapture, pages_reserved
 from engine.errors import SaveError
 from engine.layers import LayerId
 from engine.saves.spec import ALL_ROWS, LAST_ROW, RowSelection, SaveSpec

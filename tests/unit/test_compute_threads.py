@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine.compute_threads as compute_threads
+import engine.device.threads as compute_threads
 
 COUNT_TEAM = """
 import os, torch
-from engine.compute_threads import release_compute_threads
+from engine.device.threads import release_compute_threads
 torch.set_num_threads(2)
 torch.ones(1 << 20).add_(1)
 before = len(os.listdir("/proc/self/task"))
@@ -22,7 +22,7 @@ print(before - len(os.listdir("/proc/self/task")), torch.ones(1 << 20).add_(1).s
 
 COUNT_FAULTS = """
 import resource, threading, torch
-from engine.allocator import keep_freed_memory
+from engine.device.allocator import keep_freed_memory
 assert keep_freed_memory()
 
 def step():

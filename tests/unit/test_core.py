@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.batch import Batch
 from engine.errors import EngineError, EngineUnavailable, RequestAborted, SaveError, StepFailed
-from engine.runner import StepResult
+from engine.execution.batch import Batch
+from engine.execution.runner import StepResult
 from tests.unit.core_fakes import Bench, FakeRunner
 
 PROMPT = [0, 1, 2, 3, 4, 0, 2, 4, 1]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import device as module
-from engine.device import dtype_name, multiplies_bfloat16, resolve_device, resolve_dtype
+from engine.device import resolve as module
+from engine.device.resolve import dtype_name, multiplies_bfloat16, resolve_device, resolve_dtype
 from engine.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

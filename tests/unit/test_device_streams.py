@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from engine.device_streams import DeviceStream, HostStream, copy_stream
+from engine.device.streams import DeviceStream, HostStream, copy_stream
 
 CPU = torch.device("cpu")
 

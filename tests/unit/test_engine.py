@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError, EngineUnavailable, InvalidRequest, QueueFull, RequestAborted, SaveError, StepFailed
+from engine.execution.batch import Batch
+from engine.execution.runner import ModelRunner, StepResult
 from engine.offline import LocalTarget, OfflineEngine
 from engine.request import EngineRequest, RequestOutput, SamplingParams
-from engine.runner import ModelRunner, StepResult
 from engine.saves.spec import SaveEvent, SaveSpec
 
 PROMPT = [5, 9, 30, 7, 8, 60, 11, 3, 17]

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from engine.batch import Batch
-from engine.cache.sink import DirectSink
-from engine.capture import RowCapture
+from engine.capture.row_capture import RowCapture
+from engine.capture.sink import DirectSink
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailable, QueueFull, RequestAborted, SaveError, StepFailed
-from engine.runner import ModelRunner, StepResult
+from engine.execution.batch import Batch
+from engine.execution.runner import ModelRunner, StepResult
 from engine.saves.builder import FileBuilder
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.unit.small_engine import Recorder, make_request, save_tiny_llama, small_config
 
 ROUNDS = int(os.environ.get("STRATA_STRESS_ROUNDS", "12"))

@@ -10,19 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.batch import Batch
 from engine.cache.kv import KVGroup
 from engine.cache.spec import KVSpec, LayerKV
 from engine.cache.states import StateStore
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.execution.batch import Batch
+from engine.execution.runner import ModelRunner, StepResult
 from engine.layers import LayerId
 from engine.native import compiler
 from engine.native.compiler import NoKernels
 from engine.native.kernels import load_kernels
 from engine.offline import Completion, LocalTarget, OfflineEngine
 from engine.request import EngineRequest, SamplingParams
-from engine.runner import ModelRunner, StepResult
 from engine.saves.spec import ALL_ROWS, LAST_ROW, RowSelection, SaveSpec
 from tests.products import packed_linears
 from tests.unit.small_engine import PROMPT, Recorder, save_tiny_llama, small_config

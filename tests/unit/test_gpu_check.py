@@ -22,7 +22,7 @@ from engine.attention.facade import GraphBackend, GroupPlan, SequencePlan
 from engine.attention.sdpa import SdpaBackend, SdpaContext
 from engine.attention.select import Selection
 from engine.attention.varlen import VarlenBackend
-from engine.graphs import DecodeGraphs
+from engine.execution.graphs import DecodeGraphs
 from engine.models.base import AttentionOptions, Model
 from engine.models.linear import DenseLinear
 from tests.unit.decode_bench import FakeRecorder, make_backend

@@ -12,7 +12,7 @@ from benchmarks.gpu.model import TINY
 from engine.attention.sdpa import SdpaBackend
 from engine.build import build_engine
 from engine.errors import ConfigError
-from engine.graphs import graphs_for
+from engine.execution.graphs import graphs_for
 from engine.request import SamplingParams
 from tests.unit.decode_bench import CPU, DecodeBench, FakeRecorder
 from tests.unit.small_engine import save_tiny_llama, small_config

@@ -6,9 +6,9 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.layers import LayerId
-from engine.limits import num_fed, saved_rows
 from engine.request import EngineRequest, SamplingParams
 from engine.saves.spec import RowSelection, SaveSpec
+from engine.scheduling.limits import num_fed, saved_rows
 from tests.unit.core_fakes import MAX_MODEL_LEN, Bench, Target
 
 

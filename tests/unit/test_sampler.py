@@ -18,11 +18,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from engine.draw import Candidates, Lots, all_candidates, draw, nucleus_candidates, top_k_candidates
 from engine.errors import EngineError
-from engine.logprobs import largest
 from engine.request import SamplingParams, TokenLogprobs
-from engine.sampler import SampledRow, SampledToken, Sampler, token_logprobs
+from engine.sampling.draw import Candidates, Lots, all_candidates, draw, nucleus_candidates, top_k_candidates
+from engine.sampling.logprobs import largest
+from engine.sampling.sampler import SampledRow, SampledToken, Sampler, token_logprobs
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

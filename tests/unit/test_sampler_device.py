@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.draw import Lots, draw
-from engine.logprobs import largest, largest_without_waiting
 from engine.request import SamplingParams
-from engine.sampler import SampledRow, Sampler
+from engine.sampling.draw import Lots, draw
+from engine.sampling.logprobs import largest, largest_without_waiting
+from engine.sampling.sampler import SampledRow, Sampler
 
 CPU, VOCAB = torch.device("cpu"), 50
 WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.cache.sink import DirectSink, RowSink, StagedSink
+from engine.capture.sink import DirectSink, RowSink, StagedSink
 from tests.unit.deferred_stream import DeferredStream
 
 CPU = torch.device("cpu")

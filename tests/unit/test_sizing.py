@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import sizing
+from engine.cache import sizing
+from engine.cache.sizing import host_memory_available, kv_blocks, state_pages
 from engine.cache.spec import KVSpec, LayerKV
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.sizing import host_memory_available, kv_blocks, state_pages
 
 CPU = torch.device("cpu")
 FULL = KVSpec(LayerKV(2, 64), (0, 1), 16, torch.float32)

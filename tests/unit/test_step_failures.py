@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.core
-import engine.steps
-from engine.cache.sink import StagedSink
+import engine.execution.steps
+from engine.capture.sink import StagedSink
 from engine.errors import EngineError, SaveError, StepFailed
-from engine.probe import PROBE_REQUEST
+from engine.execution.probe import PROBE_REQUEST
+from engine.execution.steps import is_out_of_memory
 from engine.request import EngineRequest, SamplingParams
 from engine.saves.spec import SaveSpec
-from engine.steps import is_out_of_memory
 from tests.unit.core_fakes import Bench, FakeJob, Target
 from tests.unit.faulty_runner import FaultyRunner, LateFaultyRunner, run_out_of_memory
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from engine.compute_threads import keep_to_one_compute_thread
+from engine.device.threads import keep_to_one_compute_thread
 from engine.saves.file import PartFile
 from engine.saves.header import read_header
 from engine.saves.inspect import inspect_file

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from engine.device_streams import CopyStream, Moment, copy_stream
+from engine.device.streams import CopyStream, Moment, copy_stream
 
 
 class Landing:

@@ -1,16 +1,15 @@
 """One step's tokens, packed: the same (sequence, start, count) feeds positions, slots, sampled rows and captured rows."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as List
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from engine.device_streams import to_device
+from engine.device.streams import to_device
 from engine.layers import LayerId
-from engine.scheduler import Chunk
+from engine.scheduling.scheduler import Chunk
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 Slots = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -35,17 +34,17 @@ class CaptureRows:
 class Batch:
     """Chunks ordered by the layers they need, most first."""
 
-    chunks: List[Chunk]
+    chunks: Sequence[Chunk]
     token_ids: torch.Tensor  # [rows] int64, host
     positions: torch.Tensor  # [rows] int64, host
-    rows_at_layer: List[int]
+    rows_at_layer: Sequence[int]
     captures: dict[LayerId, CaptureRows]
     """Of the last layer and of "norm": rows of what leaves the last layer."""
-    sampled: List[Chunk]
+    sampled: Sequence[Chunk]
     """Chunks whose last row's logits give the next token."""
-    sampled_rows: List[int]
+    sampled_rows: Sequence[int]
     """Rows of what leaves the last layer."""
-    logprob_rows: List[tuple[Chunk, int, int]]
+    logprob_rows: Sequence[tuple[Chunk, int, int]]
     """`(chunk, first row, first position)` of prompts whose tokens are to be scored: the row at position p scores the token at p + 1.
     Rows of what leaves the last layer."""
     final_rows: torch.Tensor | None  # [n] int64, host
@@ -56,7 +55,7 @@ class Batch:
         return self.token_ids.numel()
 
 
-def build_batch(planned: List[Chunk], num_layers: int, *, trim: bool = True) -> Batch:
+def build_batch(planned: Sequence[Chunk], num_layers: int, *, trim: bool = True) -> Batch:
     """Packs the chunks of a step. With `trim`, rows that nobody wants end with the keys and values of the last layer."""
     chunks = sorted(planned, key=lambda chunk: -chunk.sequence.run_depth)
     firsts = [0, *accumulate(chunk.count for chunk in chunks)]
@@ -80,7 +79,7 @@ def build_batch(planned: List[Chunk], num_layers: int, *, trim: bool = True) -> 
     )
 
 
-def _positions(chunks: List[Chunk], firsts: List[int]) -> Rows:
+def _positions(chunks: Sequence[Chunk], firsts: Sequence[int]) -> Rows:
     """Of every row: its place in the batch, moved by what its chunk is moved."""
     shifts = [chunk.start - first for chunk, first in zip(chunks, firsts, strict=False)]
     return np.arange(firsts[-1]) + np.repeat(np.array(shifts, dtype=np.int64), [chunk.count for chunk in chunks])
@@ -97,8 +96,8 @@ class _FinalRows:
         cls,
         captures: Mapping[LayerId, "CaptureRows"],
         num_layers: int,
-        sampled: List[tuple[Chunk, int]],
-        scored: List[tuple[Chunk, int, int]],
+        sampled: Sequence[tuple[Chunk, int]],
+        scored: Sequence[tuple[Chunk, int, int]],
         reaching: int,
     ) -> "_FinalRows":
         """`reaching`: how many rows reach the last layer."""
@@ -113,7 +112,7 @@ class _FinalRows:
             wanted[row : row + num_scored(chunk, position)] = True
         return cls(None if wanted.all() else np.flatnonzero(wanted))
 
-    def places(self, rows: Rows | List[int]) -> Rows:
+    def places(self, rows: Rows | Sequence[int]) -> Rows:
         """Rows of the batch as rows of what leaves the last layer."""
         given = np.asarray(rows, dtype=np.int64)
         return given if self.rows is None else np.searchsorted(self.rows, given)
@@ -135,7 +134,7 @@ def _is_sampled(chunk: Chunk) -> bool:
     return chunk.sequence.generating and chunk.end == len(chunk.sequence.token_ids)
 
 
-def _rows_at_layer(chunks: List[Chunk], firsts: List[int], num_layers: int) -> list[int]:
+def _rows_at_layer(chunks: Sequence[Chunk], firsts: Sequence[int], num_layers: int) -> list[int]:
     rows, reached = [0] * num_layers, 0
     for chunk, first in zip(reversed(chunks), reversed(firsts[:-1]), strict=True):  # the shallowest first
         for layer in range(reached, chunk.sequence.run_depth):
@@ -144,7 +143,7 @@ def _rows_at_layer(chunks: List[Chunk], firsts: List[int], num_layers: int) -> l
     return rows
 
 
-def _captures(chunks: List[Chunk], firsts: List[int]) -> dict[LayerId, CaptureRows]:
+def _captures(chunks: Sequence[Chunk], firsts: Sequence[int]) -> dict[LayerId, CaptureRows]:
     gathered: dict[LayerId, list[tuple[Rows, Rows]]] = {}
     single_rows: dict[tuple[LayerId, ...], _SingleRows] = {}
     for chunk, first in zip(chunks, firsts, strict=False):

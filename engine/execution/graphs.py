@@ -6,8 +6,7 @@ in buffers that all graphs share, and is to be used before the next replay: the 
 """
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as List
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ import torch
 
 from engine.attention.facade import AttentionBackend, FixedShape, GraphBackend, GroupPlan, RefillableContext, SequencePlan
 from engine.attention.transfer import StepBuffer
-from engine.batch import Batch
+from engine.execution.batch import Batch
 from engine.layers import LayerId
 from engine.models.base import ForwardBatch, Model
 
@@ -111,7 +110,9 @@ class DecodeGraphs:
             and not batch.logprob_rows
         )
 
-    def run(self, batch: Batch, sequences: List[SequencePlan], groups: List[GroupPlan], on_device: torch.Tensor | None = None) -> GraphStep:
+    def run(
+        self, batch: Batch, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan], on_device: torch.Tensor | None = None
+    ) -> GraphStep:
         """Computes a step that `fits`. `on_device`: token ids that take the place of the batch's."""
         count, capturing = batch.num_tokens, bool(batch.captures)
         size = self._size(count, groups)
@@ -127,7 +128,7 @@ class DecodeGraphs:
         self.num_replays += 1
         return GraphStep(self.logits[:count], self.states[:, :count])
 
-    def _size(self, count: int, groups: List[GroupPlan]) -> _Size:
+    def _size(self, count: int, groups: Sequence[GroupPlan]) -> _Size:
         rows = self._padded(count)
         if rows not in self._sizes:
             context = self._backend.plan_decodes(FixedShape(rows, self._max_len), groups)
@@ -165,7 +166,11 @@ class GraphsOrNot:
         return self._graphs is not None
 
     def run(
-        self, batch: Batch, sequences: List[SequencePlan], groups: Callable[[], List[GroupPlan]], on_device: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        sequences: Sequence[SequencePlan],
+        groups: Callable[[], Sequence[GroupPlan]],
+        on_device: torch.Tensor | None = None,
     ) -> GraphStep | None:
         """None: the step is to be computed without a graph."""
         if self._graphs is None or not self._graphs.fits(batch):

@@ -8,17 +8,17 @@ Where nothing at all could be computed, a step of the engine's own tells whether
 """
 
 import logging
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from engine.batch import Batch, build_batch
 from engine.cache.kv import KVCache
-from engine.probe import Probe
-from engine.runner import StepResult
-from engine.scheduler import Chunk
+from engine.execution.batch import Batch, build_batch
+from engine.execution.probe import Probe
+from engine.execution.runner import StepResult
+from engine.scheduling.scheduler import Chunk
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class StepExecutor:
         self._num_layers = num_layers
         self._device = device
 
-    def run(self, chunks: List[Chunk]) -> StepOutcome:
+    def run(self, chunks: Sequence[Chunk]) -> StepOutcome:
         """Computes the chunks together or, where that raises, in as many parts as it takes."""
         outcome = StepOutcome()
         parts = [list(chunks)]
@@ -99,7 +99,7 @@ class StepExecutor:
             self._probe.end()
         return True
 
-    def _attempt(self, part: List[Chunk], outcome: StepOutcome) -> StepFault | None:
+    def _attempt(self, part: Sequence[Chunk], outcome: StepOutcome) -> StepFault | None:
         draws: list[tuple[torch.Generator, torch.Tensor]] = []
         try:
             batch = build_batch(part, self._num_layers, trim=self._trim)
@@ -126,7 +126,7 @@ class StepExecutor:
             torch.cuda.empty_cache()
 
 
-def _fields_of(part: List[Chunk]) -> dict[str, object]:
+def _fields_of(part: Sequence[Chunk]) -> dict[str, object]:
     """What a log line about these chunks says of their requests."""
     fields = [chunk.sequence.request.log_fields for chunk in part]
     return dict(fields[0]) if len(fields) == 1 else {"request_ids": [each["request_id"] for each in fields]}

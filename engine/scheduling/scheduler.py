@@ -4,15 +4,15 @@ from bisect import insort
 from dataclasses import dataclass
 
 from engine.cache.kv import BlockTables, KVCache
-from engine.prefix import PrefixFinder
-from engine.sequence import Sequence
+from engine.scheduling.prefix import PrefixFinder
+from engine.scheduling.sequence import TokenSequence
 
 
 @dataclass(slots=True)
 class Chunk:
     """Positions `start … start + count - 1` of a sequence."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     count: int
 
@@ -27,8 +27,8 @@ class StepPlan:
 
     tokens_left: int
     capture_rows_left: int | None
-    chunks: dict[Sequence, Chunk]
-    starved: list[Sequence]
+    chunks: dict[TokenSequence, Chunk]
+    starved: list[TokenSequence]
     """Running, but without a page for their next row."""
     preempted: bool = False
 
@@ -48,8 +48,8 @@ class Scheduler:
     ) -> None:
         """A step is of at most `max_batch_tokens`; of at most `max_mixed_tokens` (None: the same) where some sequence gets a single one,
         since whoever reads that sequence's text waits for all of the step."""
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[TokenSequence] = []
+        self.running: list[TokenSequence] = []
         self.num_preemptions = 0
         self._kv = kv
         self._prefixes = prefixes
@@ -60,10 +60,10 @@ class Scheduler:
         self._max_capture_rows = max_capture_rows
         self._step = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
+    def remove(self, sequence: TokenSequence, *, keep_blocks: bool = False) -> None:
         """Forgets a sequence that is done or aborted and takes its blocks back, unless a step that is under way still uses them."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         if not keep_blocks:
@@ -77,7 +77,7 @@ class Scheduler:
         """A step went well: steps grow slowly to their full size again, so that memory doesn't run out at every other one."""
         self._batch_tokens = min(self._max_batch_tokens, self._batch_tokens + 1 + self._max_batch_tokens // 128)
 
-    def schedule(self) -> tuple[list[Chunk], list[Sequence]]:
+    def schedule(self) -> tuple[list[Chunk], list[TokenSequence]]:
         """The next step's chunks, and sequences that turned out to need no computation at all.
 
         Running sequences come first (their next tokens before long prompts), then waiting ones while tokens, blocks and pages last.
@@ -94,7 +94,7 @@ class Scheduler:
             self._preempt(plan, max(plan.starved, key=lambda s: s.order))
         return list(plan.chunks.values()), ready
 
-    def schedule_ahead(self, sequences: list[Sequence]) -> list[Chunk] | None:
+    def schedule_ahead(self, sequences: list[TokenSequence]) -> list[Chunk] | None:
         """One further position of each of the sequences, whose step before is under way, before it is known which tokens that gave.
 
         None, and nothing given out, where others would have to take part in the next step, or where blocks or pages don't suffice.
@@ -119,12 +119,12 @@ class Scheduler:
             sequence.last_step = self._step
         return [Chunk(sequence, len(sequence.token_ids), 1) for sequence in sequences]
 
-    def _give_up(self, sequences: list[Sequence]) -> None:
+    def _give_up(self, sequences: list[TokenSequence]) -> None:
         for sequence in sequences:
             if sequence.capture is not None:
                 sequence.capture.clip(0)
 
-    def _in_turn(self, singles: list[Sequence], limit: int) -> list[tuple[Sequence, int]]:
+    def _in_turn(self, singles: list[TokenSequence], limit: int) -> list[tuple[TokenSequence, int]]:
         """Running sequences with the tokens each may have at most.
 
         Single tokens first, those that have waited longest before the others, so that long prompts don't hold them up; but a quarter
@@ -137,7 +137,7 @@ class Scheduler:
         room = max(1, limit - max(1, limit // 4)) if prompts or startable else limit
         return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts]
 
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
+    def _plan_chunk(self, plan: StepPlan, sequence: TokenSequence, at_most: int) -> None:
         start = sequence.num_computed
         end = min(sequence.target, start + min(at_most, plan.tokens_left))
         capture = sequence.capture
@@ -161,7 +161,7 @@ class Scheduler:
             plan.capture_rows_left -= chunk.sequence.capture.num_rows_planned
         chunk.sequence.last_step = self._step
 
-    def _take_blocks(self, plan: StepPlan, sequence: Sequence, end: int) -> int:
+    def _take_blocks(self, plan: StepPlan, sequence: TokenSequence, end: int) -> int:
         """Blocks for the sequence up to `end`, or as far as they go; the youngest running one pays where there are none at all."""
         start = sequence.num_computed
         while (reached := self._kv.extend(sequence.tables, start, end)) == start:
@@ -172,7 +172,7 @@ class Scheduler:
                 return start
         return reached
 
-    def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
+    def _preempt(self, plan: StepPlan, victim: TokenSequence) -> None:
         """Back to the waiting ones. Rows already captured go on to their file and aren't captured again."""
         chunk = plan.chunks.pop(victim, None)
         plan.tokens_left += chunk.count if chunk else 0
@@ -188,13 +188,13 @@ class Scheduler:
         victim.num_computed = 0
         self.add(victim)
 
-    def _admit(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
+    def _admit(self, plan: StepPlan) -> tuple[list[TokenSequence], bool]:
         """Starts waiting sequences in order. Those that lack pages are passed over, since others may need none.
 
         Returns sequences that need no computation, and whether one was stopped by a lack of KV blocks, or of a place among those that
         run although some of them are starved.
         """
-        ready: list[Sequence] = []
+        ready: list[TokenSequence] = []
         for sequence in list(self.waiting):
             full = len(self.running) >= self._max_running
             if plan.tokens_left <= 0 or (full and not plan.starved):
@@ -214,7 +214,7 @@ class Scheduler:
                 self._plan_chunk(plan, sequence, self._batch_tokens)
         return ready, False
 
-    def _start(self, sequence: Sequence) -> bool:
+    def _start(self, sequence: TokenSequence) -> bool:
         length = self._prefixes.find(sequence)
         self._kv.adopt(sequence.tables, sequence.chains, length)
         if self.running and not self._kv.can_hold(sequence.tables, sequence.target, self._claims()):

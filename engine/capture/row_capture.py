@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from engine.cache.chain import HashChain
-from engine.cache.sink import Landing
 from engine.cache.states import StateStore
+from engine.capture.sink import Landing
 from engine.errors import SaveError
 from engine.saves.spec import Range, SaveSpec
 from engine.saves.writer import RowChunk, SaveEnd

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.logprobs import largest
+from engine.sampling.logprobs import largest
 
 NUCLEUS_WIDTHS = (512, 8192)
 """On a CPU a nucleus is looked for among so many of the likeliest tokens before the whole vocabulary is sorted."""

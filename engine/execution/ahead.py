@@ -6,18 +6,18 @@ withdrawn: it is in no file, in no cached block, and gives no token; its blocks 
 """
 
 import logging
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from engine.batch import Batch, build_batch
 from engine.cache.kv import BlockTables, KVCache
-from engine.capture import Flight
-from engine.penalties import needs_penalties
-from engine.runner import Launched, ModelRunner, StepResult
-from engine.scheduler import Chunk, Scheduler
-from engine.sequence import Sequence
+from engine.capture.row_capture import Flight
+from engine.execution.batch import Batch, build_batch
+from engine.execution.runner import Launched, ModelRunner, StepResult
+from engine.sampling.penalties import needs_penalties
+from engine.scheduling.scheduler import Chunk, Scheduler
+from engine.scheduling.sequence import TokenSequence
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class StepAhead:
     """A step that the device was given."""
 
     launched: Launched
-    flights: dict[Sequence, Flight | None]
+    flights: dict[TokenSequence, Flight | None]
     """Per sequence the rows it captures."""
     left_behind: list[BlockTables] = field(default_factory=list)
     """Blocks of sequences that have ended meanwhile."""
@@ -47,7 +47,7 @@ class AheadLauncher:
         self._num_layers = num_layers
         self._trim = trim
 
-    def first(self, chunks: List[Chunk]) -> StepAhead | None:
+    def first(self, chunks: Sequence[Chunk]) -> StepAhead | None:
         """Launches a planned step after which another may follow without its tokens; None: it is to be computed as usual."""
         if not chunks or not all(_gives_plain_token(chunk) for chunk in chunks):
             return None
@@ -79,7 +79,7 @@ class AheadLauncher:
         for tables in step.left_behind:
             self._kv.release(tables)
 
-    def _launch(self, chunks: List[Chunk], before: Launched | None) -> StepAhead | None:
+    def _launch(self, chunks: Sequence[Chunk], before: Launched | None) -> StepAhead | None:
         draws = [(g, g.get_state()) for chunk in chunks if (g := chunk.sequence.generator) is not None]
         try:
             batch = build_batch(chunks, self._num_layers, trim=self._trim)
@@ -91,7 +91,7 @@ class AheadLauncher:
         self._undo(chunks, draws, planned=before is not None)
         return None
 
-    def _undo(self, chunks: List[Chunk], draws: List[tuple[torch.Generator, torch.Tensor]], *, planned: bool) -> None:
+    def _undo(self, chunks: Sequence[Chunk], draws: Sequence[tuple[torch.Generator, torch.Tensor]], *, planned: bool) -> None:
         """`planned`: the plan is given up, since nobody will compute it as usual."""
         for generator, state in draws:
             generator.set_state(state)

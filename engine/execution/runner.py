@@ -1,23 +1,23 @@
 """Runs one batch through the model: captured rows to their pages, sampled rows to the sampler."""
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.attention.facade import AttentionBackend, GroupPlan, SequencePlan
-from engine.batch import Batch, num_scored
 from engine.cache.kv import KVCache
 from engine.cache.pool import NULL_BLOCK
-from engine.cache.sink import Landing, RowSink
-from engine.device_streams import CopyStream, Moment, copy_stream, to_device
+from engine.capture.sink import Landing, RowSink
+from engine.device.streams import CopyStream, Moment, copy_stream, to_device
 from engine.errors import EngineError
-from engine.graphs import DecodeGraphs, GraphsOrNot, GraphStep
+from engine.execution.batch import Batch, num_scored
+from engine.execution.graphs import DecodeGraphs, GraphsOrNot, GraphStep
 from engine.models.base import ForwardBatch, Model
-from engine.penalties import needs_penalties
 from engine.request import TokenLogprobs
-from engine.sampler import Choice, SampledRow, SampledToken, Sampler, token_logprobs
-from engine.sequence import Sequence
+from engine.sampling.penalties import needs_penalties
+from engine.sampling.sampler import Choice, SampledRow, SampledToken, Sampler, token_logprobs
+from engine.scheduling.sequence import TokenSequence
 
 _SCORED_ROWS_AT_ONCE = 128
 """Rows of logits that are in memory at a time while prompts are scored."""
@@ -27,8 +27,8 @@ _SCORED_ROWS_AT_ONCE = 128
 class StepResult:
     """Per sampled chunk of the batch its token, or what kept it from having one; per scored prompt its new log-probabilities."""
 
-    tokens: List[SampledToken | EngineError]
-    prompt_logprobs: List[tuple[Sequence, List[TokenLogprobs]]]
+    tokens: Sequence[SampledToken | EngineError]
+    prompt_logprobs: Sequence[tuple[TokenSequence, Sequence[TokenLogprobs]]]
     landing: Landing | None = None
     """Of the captured rows; None: they stand in their pages."""
 
@@ -124,7 +124,7 @@ class ModelRunner:
 
     def _forward(
         self, batch: Batch, token_ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, list[tuple[Sequence, list[TokenLogprobs]]]]:
+    ) -> tuple[torch.Tensor | None, list[tuple[TokenSequence, list[TokenLogprobs]]]]:
         """Logits of the sampled rows, and scored prompts. `token_ids`: on the device, in place of the batch's."""
         replayed = self._graphs.run(batch, self._sequence_plans(batch), lambda: self._group_plans(batch), token_ids)
         if replayed is not None:
@@ -138,7 +138,7 @@ class ModelRunner:
             logits = self._model.logits(self._model.final_norm(hidden.index_select(0, self._sampled_rows(batch))))
         return logits, scored
 
-    def _finish(self, batch: Batch, logits: torch.Tensor | None, scored: list[tuple[Sequence, list[TokenLogprobs]]]) -> StepResult:
+    def _finish(self, batch: Batch, logits: torch.Tensor | None, scored: list[tuple[TokenSequence, list[TokenLogprobs]]]) -> StepResult:
         # A device is still at the model: time to see to rows of earlier steps, before the sampled tokens are waited for.
         self._sink.collect()
         tokens: list[SampledToken | EngineError] = []
@@ -188,7 +188,7 @@ class ModelRunner:
         for layer, wanted in batch.captures.items():
             self._sink.put(wanted.select(step.state(layer)), wanted.slots)
 
-    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> list[tuple[Sequence, list[TokenLogprobs]]]:
+    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> list[tuple[TokenSequence, list[TokenLogprobs]]]:
         scored = []
         for chunk, row, position in batch.logprob_rows:
             sequence = chunk.sequence
@@ -208,7 +208,7 @@ def _sampled_rows(batch: Batch) -> list[SampledRow]:
     return [_sampled_row(chunk.sequence) for chunk in batch.sampled]
 
 
-def _sampled_row(sequence: Sequence) -> SampledRow:
+def _sampled_row(sequence: TokenSequence) -> SampledRow:
     params = sequence.request.sampling
     return SampledRow(
         params=params,

@@ -7,13 +7,13 @@ import torch
 
 from engine.cache.chain import HashChain
 from engine.cache.kv import BlockTables
-from engine.capture import RowCapture
+from engine.capture.row_capture import RowCapture
 from engine.layers import depth_of
 from engine.request import EngineRequest, FinishReason, RequestTimes, TokenLogprobs
 
 
 @dataclass(eq=False)
-class Sequence:
+class TokenSequence:
     """`0 <= num_cached <= num_computed <= target <= len(token_ids)`; `num_computed` falls back to 0 only in a preemption.
 
     There is no prefill or decode phase: `num_computed` chases `target`.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.cache.kv import KVCache
-from engine.capture import pages_reserved
+from engine.capture.row_capture import pages_reserved
 from engine.errors import InvalidRequest
 from engine.layers import depth_of
 from engine.request import EngineRequest

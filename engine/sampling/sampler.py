@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.device_streams import to_device
-from engine.draw import Lots, draw
+from engine.device.streams import to_device
 from engine.errors import EngineError
-from engine.logprobs import rows_at_once, token_logprobs
-from engine.penalties import needs_penalties, penalise
 from engine.request import SamplingParams, TokenLogprobs
+from engine.sampling.draw import Lots, draw
+from engine.sampling.logprobs import rows_at_once, token_logprobs
+from engine.sampling.penalties import needs_penalties, penalise
 
 __all__ = ["SampledRow", "SampledToken", "Sampler", "token_logprobs"]
 

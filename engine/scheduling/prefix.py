@@ -3,7 +3,7 @@
 import time
 
 from engine.cache.kv import KVCache
-from engine.sequence import Sequence
+from engine.scheduling.sequence import TokenSequence
 
 
 class PrefixFinder:
@@ -17,7 +17,7 @@ class PrefixFinder:
         self._page_size = page_size
         self._enabled = enabled
 
-    def answer_from_pages(self, sequence: Sequence) -> bool:
+    def answer_from_pages(self, sequence: TokenSequence) -> bool:
         """Whether nothing need be computed, since all rows wanted lie in cached pages. Takes them."""
         capture, target = sequence.capture, sequence.target
         if capture is None or sequence.prefix_limit < target or sequence.generating:
@@ -27,7 +27,7 @@ class PrefixFinder:
         self.start_at(sequence, target)
         return True
 
-    def find(self, sequence: Sequence) -> int:
+    def find(self, sequence: TokenSequence) -> int:
         """The length of the prefix that need not be computed; nothing is taken."""
         limit = sequence.prefix_limit if self._enabled else 0
         border = 1
@@ -37,7 +37,7 @@ class PrefixFinder:
         lengths = self._kv.hit_lengths(sequence.chains, sequence.tables.depth, limit)
         return next(length for length in lengths if length % border == 0)
 
-    def start_at(self, sequence: Sequence, length: int) -> None:
+    def start_at(self, sequence: TokenSequence, length: int) -> None:
         """Computation starts behind the first `length` tokens, whose blocks the sequence has."""
         self._count(sequence, length)
         if sequence.capture is not None:
@@ -46,12 +46,12 @@ class PrefixFinder:
             sequence.capture.hand_over(length)
         sequence.num_computed = length
 
-    def register(self, sequence: Sequence) -> None:
+    def register(self, sequence: TokenSequence) -> None:
         """Offers what has been computed to later requests, unless the last rows didn't run as deep as the blocks say."""
         if self._enabled and sequence.run_depth >= sequence.tables.depth:
             self._kv.register(sequence.tables, sequence.chains, sequence.num_computed)
 
-    def _count(self, sequence: Sequence, length: int) -> None:
+    def _count(self, sequence: TokenSequence, length: int) -> None:
         self.query_tokens_total += sequence.num_prompt_tokens
         self.hit_tokens_total += min(length, sequence.num_prompt_tokens)
         if sequence.started_ns is None:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from engine.batch import Batch, CaptureRows, build_batch
 from engine.cache.kv import KVCache
 from engine.cache.pool import NULL_BLOCK
+from engine.execution.batch import Batch, CaptureRows, build_batch
 from engine.layers import LayerId
 from engine.request import EngineRequest, SamplingParams
-from engine.scheduler import Chunk
-from engine.sequence import Sequence
+from engine.scheduling.scheduler import Chunk
+from engine.scheduling.sequence import TokenSequence
 
 PROBE_REQUEST = "probe"
 """The request id, for logs; requests of clients have others."""
@@ -26,7 +26,7 @@ class Probe:
         self._kv = kv
         self._num_layers = num_layers
         request = EngineRequest(PROBE_REQUEST, (0,), SamplingParams(max_tokens=1, temperature=0.0))
-        self._sequence = Sequence(request, 0, num_layers, [0], {}, kv.new_tables(num_layers))
+        self._sequence = TokenSequence(request, 0, num_layers, [0], {}, kv.new_tables(num_layers))
 
     def begin(self) -> Batch | None:
         """None where others hold every block of some group: then it takes them to tell. `end` is next, in any case."""
