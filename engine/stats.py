@@ -4,19 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.cache.pool import PoolStats
 from engine.request import RequestOutput
 from engine.saves.spec import SaveEvent
-
-
-@dataclass(frozen=True)
-class PoolStats:
-    """Blocks of one pool: `free + cached + referenced == total`."""
-
-    total: int
-    free: int
-    cached: int
-    """Held by nobody, kept for prefix hits."""
-    referenced: int
 
 
 @dataclass(frozen=True)

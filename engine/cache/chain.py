@@ -4,6 +4,9 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+Link = tuple[bytes, bytes]
+"""`(digest, tokens)` of a block: the digest of all tokens up to its end, and its own tokens as int64 bytes."""
+
 
 class HashChain:
     """A digest per full block, each over the one before it and the block's own tokens, seeded by the cache salt.
@@ -14,19 +17,33 @@ class HashChain:
     def __init__(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
         self.block_size = block_size
         self._token_ids = token_ids
-        self._links: list[tuple[bytes, bytes]] = []
-        self._root = blake2b(salt.encode(), digest_size=16).digest()
+        self._links: list[Link] = []
+        self._digest = blake2b(salt.encode(), digest_size=16).digest()
+        """Of the last link, or of the salt."""
 
     @property
     def num_full_blocks(self) -> int:
         return len(self._token_ids) // self.block_size
 
-    def link(self, index: int) -> tuple[bytes, bytes]:
-        """`(digest, tokens)` of full block `index`; tokens as little-endian int64 bytes."""
-        assert index < self.num_full_blocks
-        while len(self._links) <= index:
-            start = len(self._links) * self.block_size
-            tokens = array("q", self._token_ids[start : start + self.block_size]).tobytes()
-            parent = self._links[-1][0] if self._links else self._root
-            self._links.append((blake2b(parent + tokens, digest_size=16).digest(), tokens))
+    def link(self, index: int) -> Link:
+        """The name of full block `index`."""
+        if index >= len(self._links):
+            self._grow(index + 1)
         return self._links[index]
+
+    def links(self, first: int, end: int) -> list[Link]:
+        """The names of full blocks `first … end - 1`."""
+        if end > len(self._links):
+            self._grow(end)
+        return self._links[first:end]
+
+    def _grow(self, end: int) -> None:
+        assert end <= self.num_full_blocks
+        start, size = len(self._links) * self.block_size, self.block_size * array("q").itemsize
+        data = array("q", self._token_ids[start : end * self.block_size]).tobytes()
+        digest = self._digest
+        for at in range(0, len(data), size):
+            tokens = data[at : at + size]
+            digest = blake2b(tokens, digest_size=16, key=digest).digest()
+            self._links.append((digest, tokens))
+        self._digest = digest

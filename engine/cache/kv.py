@@ -1,15 +1,16 @@
 """The paged KV cache: a pool and two tensors per group of layers, and the block tables that requests hold in them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
+import numpy as np
 import torch
 
+from engine.cache.block_table import BlockTable
 from engine.cache.chain import HashChain
-from engine.cache.pool import NULL_BLOCK, BlockPool
+from engine.cache.pool import NULL_BLOCK, BlockPool, BoolArray, IntArray, PoolStats
 from engine.cache.spec import KVSpec
-from engine.stats import PoolStats
 
 
 class KVGroup:
@@ -36,20 +37,24 @@ class KVGroup:
         window = self.spec.kind.window
         return 0 if window is None else max(0, position - window + 1) // self.spec.block_size
 
-    def _fill_with_nan(self, block: int) -> None:
-        self.keys[:, block] = torch.nan
-        self.values[:, block] = torch.nan
+    def _fill_with_nan(self, blocks: IntArray) -> None:
+        self.keys[:, torch.from_numpy(blocks)] = torch.nan
+        self.values[:, torch.from_numpy(blocks)] = torch.nan
 
 
 @dataclass
 class BlockTables:
-    """The blocks that one request holds, per group; 0 where a sliding window has passed."""
+    """The blocks that one request holds, per group; `NULL_BLOCK` where a sliding window has passed."""
 
     depth: int
     """Decoder layers that the request runs: groups without any of them hold nothing."""
-    blocks: list[list[int]]
+    blocks: list[BlockTable]
     num_registered: list[int] = field(default_factory=list)
     """Per group: leading blocks that have been offered to the prefix cache."""
+    steady_end: int = 0
+    """Up to this position nothing need be taken, nor dropped."""
+    unregistered_end: int = 0
+    """The end of the first block that hasn't been offered: nothing need be registered before."""
 
 
 class KVCache:
@@ -59,21 +64,22 @@ class KVCache:
         self.groups = tuple(groups)
         self._used_at: dict[int, list[tuple[int, KVGroup]]] = {}
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit, over all requests: those of the groups without a window, where there are any."""
+        full = [group for group in self.groups if group.spec.kind.window is None]
+        return min(group.pool.total * group.spec.block_size for group in full or self.groups)
+
     def new_tables(self, depth: int) -> BlockTables:
-        return BlockTables(depth, [[] for _ in self.groups], [0] * len(self.groups))
+        return BlockTables(depth, [BlockTable() for _ in self.groups], [0] * len(self.groups))
 
     def alignment(self, depth: int) -> int:
         """Prefix hits end at multiples of this: at a block border of every group in use."""
         return lcm(*(group.spec.block_size for _, group in self._used(depth)), 1)
 
     def blocks_for(self, depth: int, num_tokens: int) -> list[tuple[KVGroup, int]]:
-        """How many blocks a request holds at most at a time, per group in use, while `num_tokens` are computed one by one."""
-        needs = []
-        for _, group in self._used(depth):
-            size, window = group.spec.block_size, group.spec.kind.window
-            span = num_tokens if window is None else min(num_tokens, window + size)
-            needs.append((group, -(-span // size) + (window is not None)))
-        return needs
+        """`KVSpec.blocks_for` per group in use."""
+        return [(group, group.spec.blocks_for(num_tokens)) for _, group in self._used(depth)]
 
     def fits(self, depth: int, num_tokens: int) -> bool:
         """Whether the request could run if it were alone."""
@@ -81,69 +87,97 @@ class KVCache:
 
     def hit_lengths(self, chains: dict[int, HashChain], depth: int, limit: int) -> list[int]:
         """Lengths of cached prefixes that computation could start from, longest first, none above `limit`, 0 always last."""
+        used = [group for _, group in self._used(depth)]
+        for group in used:
+            limit = _longest(group, chains[group.spec.block_size], depth, limit)
         step = self.alignment(depth)
-        usable = set(range(0, limit + 1, step))
-        for _, group in self._used(depth):
-            usable &= _usable_in(group, chains[group.spec.block_size], depth, limit)
-        return sorted(usable | {0}, reverse=True)
+        lengths = np.arange(limit - limit % step, 0, -step)
+        for group in used:
+            if group.spec.kind.window is not None and len(lengths):
+                lengths = lengths[_window_is_cached(group, chains[group.spec.block_size], depth, lengths)]
+        return [*lengths.tolist(), 0]
 
     def adopt(self, tables: BlockTables, chains: dict[int, HashChain], length: int) -> None:
         """Takes references to the cached blocks of a prefix that `hit_lengths` has just named."""
         for index, group in self._used(tables.depth):
-            chain, count = chains[group.spec.block_size], length // group.spec.block_size
-            first = group.first_needed_block(length)
-            table = [NULL_BLOCK] * first
-            for i in range(first, count):
-                block = group.pool.lookup(*chain.link(i), tables.depth)
-                assert block is not None
-                group.pool.retain(block)
-                table.append(block)
-            tables.blocks[index] = table
+            table, count = tables.blocks[index], length // group.spec.block_size
+            table.skip(group.first_needed_block(length))
+            links = chains[group.spec.block_size].links(len(table), count)
+            blocks = group.pool.find(links, depth=tables.depth)[:, 0]
+            assert blocks.all()
+            group.pool.retain(blocks)
+            table.extend(blocks)
             tables.num_registered[index] = count
 
-    def extend(self, tables: BlockTables, start: int, end: int) -> int:
+    def extend(self, tables: BlockTables, start: int, end: int, computed: int | None = None) -> int:
         """Gives the request blocks for positions `start … end - 1`, as far as every group has them; returns how far (`start`: none).
 
-        Blocks that have fallen out of a sliding window are given back first.
+        Blocks that have fallen out of a sliding window are given back first; not those that positions from `computed` on (None: `start`)
+        see, since steps that are in flight read them, and may have to be repeated.
         """
+        if end <= tables.steady_end:
+            return end
         used = self._used(tables.depth)
         for index, group in used:
             table, size = tables.blocks[index], group.spec.block_size
-            if group.spec.kind.window is not None:
-                _drop_before(group, table, group.first_needed_block(start))
+            _drop_before(group, table, group.first_needed_block(start if computed is None else computed))
             if len(table) * size < end:
                 end = min(end, (len(table) + group.pool.num_available) * size)
         for index, group in used:
             table = tables.blocks[index]
-            while len(table) * group.spec.block_size < end:
-                block = group.pool.allocate()
-                assert block is not None
-                table.append(block)
+            missing = -(-end // group.spec.block_size) - len(table)
+            if missing > 0:
+                blocks = group.pool.take(missing)
+                assert blocks is not None
+                table.extend(blocks)
+        tables.steady_end = min((_steady_end(group, tables.blocks[index]) for index, group in used), default=end)
         return max(start, end)
 
+    def room(self, claims: Sequence[tuple[BlockTables, int]]) -> tuple[int, ...]:
+        """Per group the blocks that are left beside the `claims` of requests that are on their way to so many tokens; may be negative."""
+        missing = [self._missing(tables, num_tokens) for tables, num_tokens in claims]
+        return tuple(group.pool.num_available - sum(need[index] for need in missing) for index, group in enumerate(self.groups))
+
+    def drop_passed(self, sequences: Iterable[tuple[BlockTables, int]]) -> int:
+        """Gives back the blocks of which the sequences' next positions (the second of each pair) see nothing any more; how many. Those are
+        the next ones to be computed: steps in flight compute them, and read what they see.
+
+        `extend` does so for its own sequence alone: the others hold the blocks of their last chunk until they are extended themselves.
+        """
+        return sum(
+            _drop_before(group, tables.blocks[index], group.first_needed_block(position))
+            for tables, position in sequences
+            for index, group in self._used(tables.depth)
+        )
+
     def can_hold(self, tables: BlockTables, num_tokens: int, claims: Sequence[tuple[BlockTables, int]] = ()) -> bool:
-        """Whether the request could be computed up to `num_tokens` beside the `claims` of others that are on their way to theirs."""
-        missing = [self._missing(held, tokens) for held, tokens in (*claims, (tables, num_tokens))]
-        return all(sum(need[index] for need in missing) <= group.pool.num_available for index, group in enumerate(self.groups))
+        """Whether the request could be computed up to `num_tokens` beside the `claims` of others."""
+        needs = self._missing(tables, num_tokens)
+        return all(need <= left for need, left in zip(needs, self.room(claims), strict=True))
 
     def register(self, tables: BlockTables, chains: dict[int, HashChain], num_computed: int) -> None:
         """Offers blocks whose tokens have all been computed to the prefix cache."""
-        for index, group in self._used(tables.depth):
-            chain = chains[group.spec.block_size]
-            for i in range(tables.num_registered[index], num_computed // group.spec.block_size):
-                block = tables.blocks[index][i]
-                if block != NULL_BLOCK:
-                    group.pool.register(block, *chain.link(i), tables.depth)
-                tables.num_registered[index] = i + 1
+        if num_computed < tables.unregistered_end:
+            return
+        used = self._used(tables.depth)
+        for index, group in used:
+            end = num_computed // group.spec.block_size
+            if end > tables.num_registered[index]:
+                table = tables.blocks[index]
+                first = max(tables.num_registered[index], table.num_dropped)
+                links = chains[group.spec.block_size].links(first, end)
+                group.pool.register(links, table.array[first:end, None], depth=tables.depth)
+                tables.num_registered[index] = end
+        tables.unregistered_end = min(((tables.num_registered[index] + 1) * group.spec.block_size for index, group in used), default=0)
 
     def release(self, tables: BlockTables) -> None:
-        """Gives everything back. The last block goes first, so that the beginning of a prefix is evicted last."""
+        """Gives everything back. The beginning of a prefix is evicted last."""
         for index, group in enumerate(self.groups):
-            for block in reversed(tables.blocks[index]):
-                if block != NULL_BLOCK:
-                    group.pool.release(block)
-            tables.blocks[index] = []
+            table = tables.blocks[index]
+            if len(table):
+                group.pool.release(table.clear())
             tables.num_registered[index] = 0
+        tables.steady_end = tables.unregistered_end = 0
 
     def stats(self) -> PoolStats:
         """Summed over the groups."""
@@ -157,8 +191,7 @@ class KVCache:
     def _missing(self, tables: BlockTables, num_tokens: int) -> list[int]:
         """Per group: blocks that the request must still get, at most at a time."""
         needs = dict(self.blocks_for(tables.depth, num_tokens))
-        held = [sum(block != NULL_BLOCK for block in blocks) for blocks in tables.blocks]
-        return [max(0, needs.get(group, 0) - count) for group, count in zip(self.groups, held, strict=True)]
+        return [max(0, needs.get(group, 0) - table.num_held) for group, table in zip(self.groups, tables.blocks, strict=True)]
 
     def _used(self, depth: int) -> list[tuple[int, KVGroup]]:
         used = self._used_at.get(depth)
@@ -167,23 +200,37 @@ class KVCache:
         return used
 
 
-def _usable_in(group: KVGroup, chain: HashChain, depth: int, limit: int) -> set[int]:
-    """Prefix lengths, in whole blocks, for which the group has every block that the next position can see."""
-    size, lengths, run = group.spec.block_size, {0}, 0
-    for i in range(min(limit // size, chain.num_full_blocks)):
-        hit = group.pool.lookup(*chain.link(i), depth) is not None
-        run = run + 1 if hit else 0
-        length = (i + 1) * size
-        if run >= i + 1 - group.first_needed_block(length):
-            lengths.add(length)
-        elif group.spec.kind.window is None:
-            break
-    return lengths
+def _longest(group: KVGroup, chain: HashChain, depth: int, limit: int) -> int:
+    """What a prefix may span at most: with a window its beginning need not be there, else all of it must be."""
+    num_blocks = min(limit // group.spec.block_size, chain.num_full_blocks)
+    if group.spec.kind.window is None:
+        num_blocks = len(group.pool.find_run(chain, 0, num_blocks, depth=depth))
+    return num_blocks * group.spec.block_size
 
 
-def _drop_before(group: KVGroup, table: list[int], first: int) -> None:
-    for i in range(min(first, len(table)) - 1, -1, -1):
-        if table[i] == NULL_BLOCK:
-            break
-        group.pool.release(table[i])
-        table[i] = NULL_BLOCK
+def _window_is_cached(group: KVGroup, chain: HashChain, depth: int, lengths: IntArray) -> BoolArray:
+    """Of prefix lengths, longest first: whether the group has every block that the next position can see."""
+    size, window = group.spec.block_size, group.spec.kind.window
+    assert window is not None
+    cached = group.pool.find(chain.links(0, int(lengths[0]) // size), depth=depth)[:, 0] != NULL_BLOCK
+    num_cached = np.concatenate([[0], cached.cumsum()])  # [blocks + 1]: of the blocks before this one
+    ends = lengths // size
+    firsts = np.maximum(0, lengths - window + 1) // size
+    complete: BoolArray = num_cached[ends] - num_cached[firsts] == ends - firsts
+    return complete
+
+
+def _steady_end(group: KVGroup, table: BlockTable) -> int:
+    """Positions before it have their blocks, and see every block that is held."""
+    size, window = group.spec.block_size, group.spec.kind.window
+    end = len(table) * size
+    return end if window is None else min(end, (table.num_dropped + 1) * size + window - 1)
+
+
+def _drop_before(group: KVGroup, table: BlockTable, first: int) -> int:
+    """Gives back the blocks before number `first`; how many there were."""
+    if first <= table.num_dropped:
+        return 0
+    dropped = table.drop_before(first)
+    group.pool.release(dropped)
+    return len(dropped)

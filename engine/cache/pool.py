@@ -1,43 +1,50 @@
-"""Fixed-size blocks with reference counts; free blocks that still hold something known are found again by key."""
+"""Fixed-size blocks with reference counts; those that nobody holds but whose contents are known are found by key."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from engine.stats import PoolStats
+import numpy as np
 
-NULL_BLOCK = 0
-"""Padding is written there and nobody reads it; never handed out."""
+from engine.cache.chain import HashChain
+from engine.cache.contents import NULL_BLOCK, UNLABELLED, Contents
+from engine.cache.eviction import BoolArray, EvictionQueue, IntArray
+
+__all__ = ["NULL_BLOCK", "UNLABELLED", "BlockPool", "BoolArray", "IntArray"]
+
+_FIRST_LOOK = 64
+"""Blocks that are looked up before it is clear that the beginning of a sequence is known at all."""
 
 
 @dataclass(frozen=True)
-class CacheEntry:
-    """What a registered block holds."""
+class PoolStats:
+    """Blocks of one pool: `free + cached + referenced == total`."""
 
-    key: Hashable
-    tokens: bytes
-    """The block's own tokens: compared on a hit, so that a collision of keys can't give another prompt's rows."""
-    depth: int
-    """How many decoder layers the contents are complete for."""
+    total: int
+    free: int
+    cached: int
+    """Held by nobody, kept for prefix hits."""
+    referenced: int
 
 
 class BlockPool:
     """Used for KV blocks and for hidden-state pages. Not thread-safe: it belongs to the engine thread.
 
-    A block is free, cached (nobody holds it, but its contents can be found) or referenced. `poison` is called with a block whose
-    contents have just become meaningless; tests fill it with NaN.
+    A block is free, cached (nobody holds it, but its contents can be found) or referenced. Contents are registered as sets of blocks:
+    a key names the set, a label a block in it. Blocks of a set are held and evicted apart.
+
+    All methods take arrays of any shape in which no block is named twice. `poison` is called with blocks whose contents have just become
+    meaningless; tests fill them with NaN.
     """
 
-    def __init__(self, num_blocks: int, poison: Callable[[int], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, poison: Callable[[IntArray], None] | None = None) -> None:
         """`num_blocks` counts the null block, which is always there."""
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._references = [0] * num_blocks
-        # Eviction order: blocks without contents first, then cached ones, least recently used first.
-        self._unheld: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._by_key: dict[Hashable, int] = {}
-        self._entries: dict[int, CacheEntry] = {}
-        self._num_cached = 0
+        self._references = np.zeros(num_blocks, np.int64)
+        self._free = np.arange(num_blocks - 1, -1, -1)  # a stack: the block on top is handed out first
+        self._num_free = num_blocks - 1
+        self._cached = EvictionQueue(num_blocks)
+        self._contents = Contents(num_blocks)
         self._poison = poison or _leave
 
     @property
@@ -46,95 +53,119 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can still hand out, cached ones included."""
-        return len(self._unheld)
+        """Blocks that `take` can still hand out, cached ones included."""
+        return self._num_free + self._cached.size
 
-    def allocate(self) -> int | None:
-        """A block referenced once, with undefined contents; None when every block is referenced."""
-        if not self._unheld:
+    def take(self, count: int) -> IntArray | None:
+        """`count` blocks referenced once, with undefined contents; None, and nothing taken, where fewer are available.
+
+        Free ones first, then cached ones, the least recently used first.
+        """
+        if count > self.num_available:
             return None
-        block, _ = self._unheld.popitem(last=False)
-        self._forget(block)
-        self._references[block] = 1
-        self._poison(block)
-        return block
+        num_free = min(count, self._num_free)
+        blocks = self._free[self._num_free - num_free : self._num_free][::-1].copy()
+        self._num_free -= num_free
+        if num_free < count:
+            evicted = self._cached.pop(count - num_free)
+            self._contents.remove(evicted)
+            blocks = np.concatenate([blocks, evicted])
+        self._references[blocks] = 1
+        self._poison(blocks)
+        return blocks
 
-    def retain(self, block: int) -> None:
-        assert block != NULL_BLOCK
-        if self._references[block] == 0:
-            del self._unheld[block]
-            self._num_cached -= block in self._entries
-        self._references[block] += 1
+    def retain(self, blocks: IntArray) -> None:
+        """One more reference to each of the blocks, all of which are referenced or cached."""
+        references = self._references[blocks]
+        self._cached.remove(blocks[references == 0])
+        self._references[blocks] = references + 1
 
-    def release(self, block: int) -> None:
-        assert self._references[block] > 0, f"block {block} is released more often than it was taken"
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            self._put_back(block)
+    def release(self, blocks: IntArray) -> None:
+        """One reference less to each of the blocks.
 
-    def is_referenced(self, block: int) -> bool:
-        return self._references[block] > 0
+        Of those that become cached, one that stands later in the array counts as less recently used: of a prefix that is released in
+        its order, the end is evicted first.
+        """
+        references = self._references[blocks] - 1
+        assert not np.count_nonzero(references < 0), f"blocks {blocks[references < 0]} are released more often than they were taken"
+        self._references[blocks] = references
+        unheld = blocks[references == 0]
+        if not len(unheld):
+            return
+        known = self._contents.known(unheld)
+        self._cached.push(unheld[known][::-1])
+        self._put_back(unheld[~known])
 
-    def register(self, block: int, key: Hashable, tokens: bytes, depth: int = 0) -> None:
-        """Makes a referenced, completely computed block findable. Of two blocks with one key the deeper one is kept."""
-        assert self._references[block] > 0
-        known = self._by_key.get(key)
-        if known is not None:
-            if known == block or self._entries[known].depth >= depth:
-                return
-            self._forget(known)
-            if self._references[known] == 0:
-                self._put_back(known)
-        self._forget(block)
-        self._by_key[key] = block
-        self._entries[block] = CacheEntry(key, tokens, depth)
+    def is_referenced(self, blocks: IntArray) -> BoolArray:
+        return self._references[blocks] > 0
 
-    def lookup(self, key: Hashable, tokens: bytes, depth: int = 0) -> int | None:
-        """The block registered for `key`, if it holds just these tokens to at least this depth. Takes no reference."""
-        block = self._by_key.get(key)
-        if block is None:
-            return None
-        entry = self._entries[block]
-        return block if entry.tokens == tokens and entry.depth >= depth else None
+    def num_unreferenced(self, blocks: IntArray) -> int:
+        return blocks.size - int(np.count_nonzero(self._references[blocks]))
 
-    def forget_cached(self) -> None:
-        """Drops everything that can be found; referenced blocks stay with their holders."""
-        for block in list(self._entries):
-            self._forget(block)
-            if self._references[block] == 0:
-                self._put_back(block)
+    def register(self, keys: Sequence[Hashable], blocks: IntArray, labels: tuple[Hashable, ...] = UNLABELLED, depth: int = 0) -> None:
+        """Makes referenced, completely computed blocks `[keys, labels]` findable. No key may be named twice.
+
+        What can be found already stays, but a deeper set takes over the key of a shallower one, whose blocks live on with their
+        holders. Labels that the known set of a key lacks are added to it.
+        """
+        if not len(keys):
+            return
+        assert blocks.shape == (len(keys), len(labels))
+        assert np.count_nonzero(self._references[blocks]) == blocks.size
+        unknown = self._contents.add(keys, blocks, labels, depth)
+        if len(unknown):
+            unheld = unknown[self._references[unknown] == 0]
+            self._cached.remove(unheld)
+            self._put_back(unheld)
+
+    def find(self, keys: Sequence[Hashable], labels: tuple[Hashable, ...] = UNLABELLED, depth: int = 0) -> IntArray:
+        """Blocks `[keys, labels]` with contents of at least this depth, `NULL_BLOCK` where there are none. Takes no reference."""
+        return self._contents.find(keys, labels, depth)
+
+    def find_run(self, chain: HashChain, first: int, end: int, labels: tuple[Hashable, ...] = UNLABELLED, depth: int = 0) -> IntArray:
+        """Blocks `[n, labels]` of the chain's full blocks `first … first + n - 1`, as far as all labels are found, below `end`."""
+        end, look, runs = min(end, chain.num_full_blocks), _FIRST_LOOK, [np.zeros((0, len(labels)), np.int64)]
+        while first < end:
+            found = self.find(chain.links(first, min(end, first + look)), labels, depth)
+            complete = (found != NULL_BLOCK).all(axis=1)
+            if not complete.all():
+                runs.append(found[: complete.argmin()])
+                break
+            runs.append(found)
+            first, look = first + look, look * 4
+        return np.concatenate(runs)
 
     def stats(self) -> PoolStats:
         """May be called from any thread: a snapshot, not a consistent one while the engine runs."""
-        available, cached = len(self._unheld), self._num_cached
-        return PoolStats(self.total, available - cached, cached, self.total - available)
+        free, cached = self._num_free, self._cached.size
+        return PoolStats(self.total, free, cached, self.total - free - cached)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the pool's books disagree with themselves."""
         assert self._references[NULL_BLOCK] == 0
-        assert NULL_BLOCK not in self._unheld
-        unheld = {block for block in range(1, self.num_blocks) if self._references[block] == 0}
-        assert unheld == set(self._unheld), "unheld blocks and reference counts disagree"
-        assert all(count >= 0 for count in self._references)
-        assert {entry.key: block for block, entry in self._entries.items()} == self._by_key
-        assert self._num_cached == sum(1 for block in self._entries if self._references[block] == 0)
-        stats = self.stats()
-        assert stats.free + stats.cached + stats.referenced == stats.total
+        assert not (self._references < 0).any()
+        self._cached.check_integrity()
+        states = np.stack([self._references > 0, self._cached.contains(), self._is_free()])  # [3, blocks]
+        assert not states[:, NULL_BLOCK].any(), "the null block is handed out, or about to be"
+        assert (states[:, NULL_BLOCK + 1 :].sum(axis=0) == 1).all(), "a block is not just one of referenced, cached and free"
+        known = self._contents.known(np.arange(self.num_blocks))  # [blocks]
+        assert not (states[1] & ~known).any(), "a block is cached that can't be found"
+        assert not (states[2] & known).any(), "a free block can be found"
+        self._contents.check_integrity()
 
-    def _put_back(self, block: int) -> None:
-        self._unheld[block] = None
-        if block in self._entries:
-            self._num_cached += 1
-        else:
-            self._unheld.move_to_end(block, last=False)
-            self._poison(block)
+    def _is_free(self) -> BoolArray:
+        free = np.zeros(self.num_blocks, np.bool_)
+        free[self._free[: self._num_free]] = True
+        assert np.count_nonzero(free) == self._num_free, "a block is free twice"
+        return free
 
-    def _forget(self, block: int) -> None:
-        entry = self._entries.pop(block, None)
-        if entry is not None:
-            del self._by_key[entry.key]
-            self._num_cached -= self._references[block] == 0
+    def _put_back(self, blocks: IntArray) -> None:
+        """Blocks that nobody holds and that hold nothing known."""
+        if len(blocks):
+            self._free[self._num_free : self._num_free + len(blocks)] = blocks[::-1]  # neighbours stay neighbours when taken again
+            self._num_free += len(blocks)
+            self._poison(blocks)
 
 
-def _leave(block: int) -> None:
+def _leave(blocks: IntArray) -> None:
     """Contents of dead blocks are left as they are."""

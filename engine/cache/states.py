@@ -1,11 +1,11 @@
 """Hidden-state pages: host memory for captured rows, one page for one block of rows of one layer."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from engine.cache.pool import BlockPool
+from engine.cache.chain import HashChain
+from engine.cache.pool import BlockPool, IntArray
 from engine.layers import LayerId
 
 
@@ -23,15 +23,15 @@ class Reserving(Protocol):
 class StateStore:
     """The pool of pages and their memory `[pages, page_size, width]`, in the compute dtype.
 
-    Pages found by `(block digest, layer)` serve any later request with the same prefix, whatever layers it asks for beside them.
+    Pages are found by the name of their block and their layer, so they serve any later request with the same prefix, whatever layers
+    it asks for beside them.
     """
 
-    def __init__(
-        self, num_pages: int, page_size: int, width: int, dtype: torch.dtype, *, pinned: bool = False, poison: bool = False
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, width: int, dtype: torch.dtype, *, poison: bool = False) -> None:
         self.page_size = page_size
         # Left undefined: filling would touch all the memory at start, and nothing is read that wasn't written.
-        self.pages = torch.empty(num_pages, page_size, width, dtype=dtype, pin_memory=pinned)
+        # Not pinned either: no copy of a device goes there, and torch rounds pinned memory up to a power of two.
+        self.pages = torch.empty(num_pages, page_size, width, dtype=dtype)
         self.rows = self.pages.view(num_pages * page_size, width)
         self.pool = BlockPool(num_pages, self._fill_with_nan if poison else None)
         self._reserving: list[Reserving] = []
@@ -55,27 +55,20 @@ class StateStore:
         """Pages that `holder` may still take without touching what was promised to others."""
         return self.pool.num_available - sum(_unfilled(other) for other in self._reserving if other is not holder)
 
-    def allocate(self, holder: Reserving, count: int) -> tuple[int, ...] | None:
+    def take(self, holder: Reserving, count: int) -> IntArray | None:
         """`count` pages, or None (and nothing taken) where there are too few."""
-        if count > self.headroom(holder):
-            return None
-        pages = [self.pool.allocate() for _ in range(count)]
-        return tuple(page for page in pages if page is not None)
+        return None if count > self.headroom(holder) else self.pool.take(count)
 
-    def lookup(self, link: tuple[bytes, bytes], layers: Sequence[LayerId]) -> tuple[int, ...] | None:
-        """The cached pages of one block for all the layers, or None where one is missing."""
-        digest, tokens = link
-        found = [self.pool.lookup((digest, layer), tokens) for layer in layers]
-        pages = tuple(page for page in found if page is not None)
-        return pages if len(pages) == len(layers) else None
+    def lookup(self, chain: HashChain, first: int, end: int, layers: tuple[LayerId, ...]) -> IntArray:
+        """Cached pages `[n, layers]` of blocks `first … first + n - 1`: as far as all the layers are there, and not beyond `end - 1`."""
+        return self.pool.find_run(chain, first, end, layers)
 
-    def register(self, link: tuple[bytes, bytes], layers: Sequence[LayerId], pages: Sequence[int]) -> None:
-        digest, tokens = link
-        for layer, page in zip(layers, pages, strict=True):
-            self.pool.register(page, (digest, layer), tokens)
+    def register(self, chain: HashChain, blocks: IntArray, layers: tuple[LayerId, ...], pages: IntArray) -> None:
+        """Offers complete pages `[n, layers]` of blocks `[n]` of the chain to the prefix cache."""
+        self.pool.register([chain.link(block) for block in blocks.tolist()], pages, layers)
 
-    def _fill_with_nan(self, page: int) -> None:
-        self.pages[page] = torch.nan
+    def _fill_with_nan(self, pages: IntArray) -> None:
+        self.pages[torch.from_numpy(pages)] = torch.nan
 
 
 def _unfilled(holder: Reserving) -> int:

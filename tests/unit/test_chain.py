@@ -41,5 +41,12 @@ def test_only_full_blocks_have_names_and_new_ones_follow_as_the_tokens_grow() ->
     assert chain.link(0) == first
 
 
+@given(asked=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5))
+def test_names_asked_for_together_are_those_asked_for_one_by_one(asked: list[tuple[int, int]]) -> None:
+    chain, other = HashChain(list(range(30)), 3), HashChain(list(range(30)), 3)
+    for first, end in asked:
+        assert chain.links(first, end) == [other.link(i) for i in range(first, end)]
+
+
 def test_names_carry_the_tokens_of_their_block() -> None:
     assert HashChain([1, 2, 300_000, 4], 2).link(1)[1] == struct.pack("<2q", 300_000, 4)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine.cache.block_table import BlockTable
 from engine.cache.chain import HashChain
 from engine.cache.kv import KVCache
+from engine.cache.pool import NULL_BLOCK
 from tests.unit.core_fakes import make_group
 
 TOKENS = list(range(24))
@@ -15,9 +21,9 @@ def full_only(blocks: int = 10, size: int = 2) -> KVCache:
     return KVCache([make_group((0, 1), None, size, blocks)])
 
 
-def two_groups(full: int = 20, sliding: int = 20) -> KVCache:
-    """Layer 0 attends to everything (blocks of 2), layer 1 to a window of 5 (blocks of 3)."""
-    return KVCache([make_group((0,), None, 2, full), make_group((1,), 5, 3, sliding)])
+def two_groups(full: int = 20, sliding: int = 20, window: int = 5) -> KVCache:
+    """Layer 0 attends to everything (blocks of 2), layer 1 to a window (blocks of 3)."""
+    return KVCache([make_group((0,), None, 2, full), make_group((1,), window, 3, sliding)])
 
 
 def chains(tokens: list[int], *sizes: int) -> dict[int, HashChain]:
@@ -40,7 +46,7 @@ def test_blocks_are_given_as_far_as_they_go() -> None:
     assert kv.extend(tables, 0, 5) == 5
     assert kv.extend(tables, 5, 9) == 6
     assert kv.extend(tables, 6, 9) == 6, "there is none left"
-    assert len(set(tables.blocks[0])) == 3
+    assert len(set(tables.blocks[0].array.tolist())) == 3
 
 
 def test_the_group_with_the_fewest_blocks_decides_and_the_others_take_no_more() -> None:
@@ -54,7 +60,7 @@ def test_a_request_that_does_not_run_deep_enough_takes_nothing_from_a_group() ->
     kv = two_groups()
     tables = kv.new_tables(1)
     assert kv.extend(tables, 0, 8) == 8
-    assert tables.blocks[1] == []
+    assert len(tables.blocks[1]) == 0
     assert kv.alignment(1) == 2
     assert kv.alignment(2) == 6
     assert kv.alignment(0) == 1
@@ -66,7 +72,7 @@ def test_blocks_that_the_window_has_passed_are_given_back() -> None:
     kv.extend(tables, 0, 9)
     kv.extend(tables, 9, 12)
     # Position 9 sees 5 … 9: block 0 (0 … 2) has been passed, block 1 (3 … 5) not.
-    assert [block != 0 for block in tables.blocks[1]] == [False, True, True, True]
+    assert tables.blocks[1].array.astype(bool).tolist() == [False, True, True, True]
     assert kv.groups[1].pool.stats().referenced == 3
     kv.release(tables)
     assert kv.stats().referenced == 0
@@ -111,7 +117,7 @@ def test_a_window_needs_only_the_blocks_that_the_next_position_sees() -> None:
     assert kv.hit_lengths(names, 2, 18) == [18, 12, 0]
     tables = kv.new_tables(2)
     kv.adopt(tables, names, 18)
-    assert [block != 0 for block in tables.blocks[1]] == [False] * 4 + [True] * 2
+    assert tables.blocks[1].array.astype(bool).tolist() == [False] * 4 + [True] * 2
     assert kv.extend(tables, 18, 21) == 21
 
 
@@ -133,8 +139,8 @@ def test_adopted_blocks_are_shared_and_what_follows_is_private() -> None:
     second = kv.new_tables(2)
     kv.adopt(second, names, 6)
     kv.extend(second, 6, 8)
-    assert second.blocks[0][:3] == first.blocks[0][:3]
-    assert second.blocks[0][3] != first.blocks[0][3]
+    shared = second.blocks[0].array == first.blocks[0].array
+    assert shared.tolist() == [True, True, True, False]
     kv.release(first)
     assert kv.stats().referenced == 4
     kv.check_integrity()
@@ -175,3 +181,118 @@ def test_statistics_are_summed_over_the_groups() -> None:
     kv.release(tables)
     stats = kv.stats()
     assert (stats.total, stats.cached, stats.referenced, stats.free) == (9, 3, 0, 6)
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 2), st.integers(1, 4), st.integers(0, 24)), min_size=1, max_size=6),
+    sliding=st.integers(8, 12),
+    window=st.integers(1, 7),
+    limit=st.integers(0, 24),
+)
+def test_a_hit_has_every_block_that_the_next_position_sees(
+    steps: list[tuple[int, int, int, int]], sliding: int, window: int, limit: int
+) -> None:
+    kv = two_groups(full=15, sliding=sliding, window=window)
+    for count, depth, num_steps, parted in steps:
+        compute(kv, [*TOKENS[:parted], *[99] * (24 - parted)], depth, count, steps=num_steps)
+    names = chains(TOKENS, 2, 3)
+    for depth in (1, 2):
+        groups = kv.groups[:depth]
+        found = {
+            group: [group.pool.find([link], depth=depth).all() for link in _all_links(names, group.spec.block_size)] for group in groups
+        }
+        expected = [
+            length
+            for length in range(limit, -1, -1)
+            if length % kv.alignment(depth) == 0
+            and all(all(found[g][g.first_needed_block(length) : length // g.spec.block_size]) for g in groups)
+        ]
+        assert kv.hit_lengths(names, depth, limit) == expected
+        for length in expected:
+            tables = kv.new_tables(depth)
+            kv.adopt(tables, names, length)
+            kv.release(tables)
+    kv.check_integrity()
+
+
+def _all_links(names: dict[int, HashChain], size: int) -> list[tuple[bytes, bytes]]:
+    return names[size].links(0, names[size].num_full_blocks)
+
+
+@pytest.mark.parametrize(("window", "num_dropped"), [(3, 5), (4, 5), (5, 4)])
+def test_a_hit_needs_no_block_that_was_dropped_before_it_was_offered(window: int, num_dropped: int) -> None:
+    kv, names = two_groups(window=window), chains(TOKENS, 2, 3)
+    tables = kv.new_tables(2)
+    for start in range(0, 21, 3):
+        kv.extend(tables, start, start + 3)
+    kv.register(tables, names, 18)
+    found = kv.groups[1].pool.find(names[3].links(0, 6)).all(axis=1)
+    assert found.tolist() == [False] * num_dropped + [True] * (6 - num_dropped)
+    assert kv.hit_lengths(names, 2, 18) == [18, 0]
+
+
+@settings(deadline=None)
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=30), restart=st.integers(0, 30), window=st.integers(1, 7))
+def test_after_every_step_blocks_reach_to_its_end_and_back_to_what_it_sees(counts: list[int], restart: int, window: int) -> None:
+    kv, names = two_groups(full=80, sliding=80, window=window), chains(TOKENS * 10, 2, 3)
+    tables, start = kv.new_tables(2), 0
+    for number, count in enumerate(counts):
+        if number == restart:
+            kv.release(tables)
+            start = kv.hit_lengths(names, 2, start)[0]
+            kv.adopt(tables, names, start)
+        assert kv.extend(tables, start, start + count) == start + count
+        for group, table in zip(kv.groups, tables.blocks, strict=True):
+            assert table.num_dropped == group.first_needed_block(start)
+            assert len(table) == -(-(start + count) // group.spec.block_size)
+            assert group.pool.stats().referenced == table.num_held
+        start += count
+        kv.register(tables, names, start)
+        assert tables.num_registered == [start // group.spec.block_size for group in kv.groups]
+        assert kv.hit_lengths(names, 2, start)[0] == start - start % 6
+    kv.release(tables)
+    kv.check_integrity()
+
+
+class TableMachine(RuleBasedStateMachine):
+    """A block table against a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = BlockTable()
+        self.blocks: list[int] = []
+        self.num_dropped = 0
+
+    @rule(blocks=st.lists(st.integers(1, 99), max_size=30))
+    def extend(self, blocks: list[int]) -> None:
+        self.table.extend(np.array(blocks, np.int64))
+        self.blocks += blocks
+
+    @rule(first=st.integers(0, 60))
+    def drop_before(self, first: int) -> None:
+        dropped = self.table.drop_before(first).tolist()
+        assert dropped == self.blocks[self.num_dropped : first]
+        self.num_dropped = max(self.num_dropped, min(first, len(self.blocks)))
+
+    @rule(count=st.integers(0, 20))
+    def begin_behind_what_is_not_held(self, count: int) -> None:
+        if not self.blocks:
+            self.table.skip(count)
+            self.blocks, self.num_dropped = [NULL_BLOCK] * count, count
+
+    @rule()
+    def clear(self) -> None:
+        assert self.table.clear().tolist() == self.blocks[self.num_dropped :]
+        self.blocks, self.num_dropped = [], 0
+
+    @invariant()
+    def both_hold_the_same(self) -> None:
+        held = self.blocks[self.num_dropped :]
+        assert self.table.array.tolist() == [NULL_BLOCK] * self.num_dropped + held
+        assert self.table.held.tolist() == held
+        assert (len(self.table), self.table.num_dropped, self.table.num_held) == (len(self.blocks), self.num_dropped, len(held))
+
+
+TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestTableMachine = TableMachine.TestCase
