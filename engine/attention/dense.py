@@ -23,9 +23,18 @@ class CausalMasks:
         key = (window, dtype, device)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape[1] < length:
-            buffer = self._buffers[key] = self._build(_power_of_two(max(length, self._max_rows)), window, dtype, device)
+            buffer = None
+            self._buffers.pop(key, None)  # its memory goes back before more is taken
+            buffer = self._buffers[key] = self._build(self._width(length), window, dtype, device)
         corner = buffer[self._max_rows - rows :, buffer.shape[1] - length :]
         return corner if device.type == "cpu" else corner.contiguous()  # fused GPU kernels want an aligned address
+
+    def bytes_for(self, length: int, dtype: torch.dtype) -> int:
+        """What masks of one window over up to `length` keys take."""
+        return self._max_rows * self._width(length) * dtype.itemsize
+
+    def _width(self, length: int) -> int:
+        return _power_of_two(max(length, self._max_rows))
 
     def _build(self, width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.inference_mode(False):  # usable in and out of inference mode
@@ -52,10 +61,17 @@ class Scratch:
         torch.index_select(values, 0, index, out=pair[1])
         return pair
 
+    @staticmethod
+    def bytes_for(numel: int, dtype: torch.dtype) -> int:
+        """What both buffers take for up to `numel` numbers each."""
+        return 2 * _power_of_two(numel) * dtype.itemsize
+
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         numel = torch.Size(shape).numel()
         pair = self._buffers.get((dtype, device))
         if pair is None or pair[0].numel() < numel:
+            pair = None
+            self._buffers.pop((dtype, device), None)  # its memory goes back before more is taken
             size = _power_of_two(numel)
             with torch.inference_mode(False):
                 pair = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)

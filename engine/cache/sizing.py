@@ -1,19 +1,16 @@
-"""How much memory the caches get where the operator doesn't say."""
+"""How much memory the caches get where the operator doesn't say, and how the groups of the KV cache share it."""
 
-from pathlib import Path
+from bisect import bisect_right
+from dataclasses import dataclass
 
 import torch
 
 from engine.cache.spec import KVSpec
 from engine.config import EngineConfig
+from engine.device.host import available_memory
 from engine.errors import ConfigError
 
-GIB = 1 << 30
-_CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_MEMORY = (
-    ("memory.max", "memory.current"),  # version 2
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1, where no limit is a huge one
-)
+MIB, GIB = 1 << 20, 1 << 30
 _KV_SHARE_OF_HOST, _KV_LIMIT_ON_HOST = 0.25, 4 * GIB
 _KV_SHARE_OF_DEVICE = 0.85
 _STATE_SHARE_OF_HOST, _STATE_LIMIT = 0.15, 2 * GIB
@@ -21,63 +18,101 @@ _AUTO_BLOCKS = 1 << 16
 """More blocks than this are made only where the operator asks for them: the books of a pool cost memory too."""
 
 
-def host_memory_available() -> int:
-    """Bytes that this process may still take: what the machine has, or what its control group leaves."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit_file, used_file in _CGROUP_MEMORY:
-        limit, used = _cgroup_bytes(limit_file), _cgroup_bytes(used_file)
-        if limit is not None and used is not None:
-            return max(0, min(available, limit - used))
-    return available
+@dataclass(frozen=True)
+class _Load:
+    """What the groups are to hold: requests of up to `max_model_len` tokens, `max_batch_tokens` of them computed in one step."""
+
+    specs: tuple[KVSpec, ...]
+    max_model_len: int
+    max_batch_tokens: int
+
+    def blocks(self, tokens: int) -> list[int]:
+        """Blocks per group, the null block included, where groups without a window hold `tokens`."""
+        return [1 + self._needed(spec, tokens) for spec in self.specs]
+
+    def num_bytes(self, tokens: int) -> int:
+        return sum(count * spec.bytes_per_block for count, spec in zip(self.blocks(tokens), self.specs, strict=True))
+
+    def _needed(self, spec: KVSpec, tokens: int) -> int:
+        """Of a window, what requests of full length hold at a time, as many as `tokens` are; and beside it one step's chunk, whose
+        tokens are all there before the window passes any of them. Never more than without a window, which may cross a block's border.
+        """
+        whole = -(-tokens // spec.block_size)
+        if spec.kind.window is None:
+            return whole
+        windows = -(-tokens * spec.blocks_for(self.max_model_len) // self.max_model_len)
+        return min(whole + 1, windows + -(-self.max_batch_tokens // spec.block_size))
 
 
-def _cgroup_bytes(name: str) -> int | None:
-    try:
-        text = (_CGROUP / name).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+def kv_blocks(
+    specs: tuple[KVSpec, ...],
+    config: EngineConfig,
+    max_model_len: int,
+    device: torch.device,
+    *,
+    max_batch_tokens: int,
+    workspace_bytes: int = 0,
+) -> list[int]:
+    """Blocks per group, the null block included: groups without a window hold the same number of tokens, the others follow.
 
-
-def kv_blocks(specs: tuple[KVSpec, ...], config: EngineConfig, max_model_len: int, device: torch.device) -> list[int]:
-    """Blocks per group, the null block included, so that every group holds the same number of tokens.
-
-    A sliding-window group needs no more than its window of one request, but serves as many requests as the others.
-    Raises `ConfigError` where not even one request of `max_model_len` tokens fits.
+    Of free memory `workspace_bytes` are left to the attention backend and to recorded graphs. Raises `ConfigError` where not even one
+    request of `max_model_len` tokens fits beside one step's chunk.
     """
-    per_token = sum(spec.bytes_per_token for spec in specs)
-    tokens = config.kv_cache_tokens or int(_kv_bytes(config, device) // per_token)
-    asked = bool(config.kv_cache_tokens or config.kv_cache_memory)
-    if not asked:
-        tokens = min(tokens, max(max_model_len, _AUTO_BLOCKS * min(spec.block_size for spec in specs)))
-    if tokens < max_model_len and not asked:
-        raise ConfigError(
-            f"the KV cache gets {tokens} tokens of the free memory, less than one request of {max_model_len}: "
-            "give --kv-cache-memory, or a smaller --max-model-len"
-        )
-    if tokens < max_model_len:
+    load = _Load(specs, max_model_len, max_batch_tokens)
+    tokens = config.kv_cache_tokens
+    if tokens is None:
+        memory = config.kv_cache_memory or _free_for_kv(device, workspace_bytes)
+        _check_memory(load, memory, asked=bool(config.kv_cache_memory))
+        tokens = _tokens_in(load, memory, config)
+    elif tokens < max_model_len:
         raise ConfigError(f"the KV cache of {tokens} tokens is smaller than one request of --max-model-len {max_model_len} tokens")
-    return [_blocks(spec, tokens) for spec in specs]
+    return load.blocks(tokens)
 
 
-def _blocks(spec: KVSpec, tokens: int) -> int:
-    return -(-tokens // spec.block_size) + 1 + (spec.kind.window is not None)
+def _check_memory(load: _Load, memory: int, *, asked: bool) -> None:
+    one_request = load.num_bytes(load.max_model_len)
+    if one_request <= memory:
+        return
+    needs = f"one request of --max-model-len {load.max_model_len} tokens needs {-(-one_request // MIB)} MiB"
+    if asked:
+        raise ConfigError(f"--kv-cache-memory is {_mib(memory)}, but {needs}")
+    raise ConfigError(
+        f"the KV cache gets {_mib(memory)} of the free memory, but {needs}: give --kv-cache-memory, or a smaller --max-model-len"
+    )
 
 
-def _kv_bytes(config: EngineConfig, device: torch.device) -> float:
-    if config.kv_cache_memory:
-        return config.kv_cache_memory
+def _tokens_in(load: _Load, memory: int, config: EngineConfig) -> int:
+    """The most that the memory holds; by itself not above `_AUTO_BLOCKS` in any group, except where one request needs more."""
+
+    def too_many(tokens: int) -> bool:
+        many_blocks = not config.kv_cache_memory and max(load.blocks(tokens)) > _AUTO_BLOCKS + 1
+        return many_blocks or load.num_bytes(tokens) > memory
+
+    per_token = sum(spec.bytes_per_token for spec in load.specs if spec.kind.window is None)
+    # With windows alone tokens cost nothing but in the requests that run.
+    most = memory // per_token if per_token else config.max_running * load.max_model_len
+    longer = range(load.max_model_len + 1, most + 1)
+    return load.max_model_len + bisect_right(longer, False, key=too_many)
+
+
+def _free_for_kv(device: torch.device, workspace_bytes: int) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the allocator keeps for later is free too
         free, _ = torch.cuda.mem_get_info(device)
-        return free * _KV_SHARE_OF_DEVICE
-    return min(_KV_LIMIT_ON_HOST, host_memory_available() * _KV_SHARE_OF_HOST)
+        return max(0, int((free - workspace_bytes) * _KV_SHARE_OF_DEVICE))
+    return max(0, int(min(_KV_LIMIT_ON_HOST, (available_memory() - workspace_bytes) * _KV_SHARE_OF_HOST)))
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f} MiB"
 
 
 def state_pages(config: EngineConfig, page_size: int, width: int, dtype: torch.dtype) -> int:
     """Hidden-state pages, the null page included. Raises `ConfigError` where not even one fits."""
+    if page_size < 1:
+        raise ConfigError(f"--state-page-size is {page_size}, but must be at least 1")
     page_bytes = page_size * width * dtype.itemsize
-    automatic = min(_STATE_LIMIT, host_memory_available() * _STATE_SHARE_OF_HOST, _AUTO_BLOCKS * page_bytes)
+    automatic = min(_STATE_LIMIT, available_memory() * _STATE_SHARE_OF_HOST, _AUTO_BLOCKS * page_bytes)
     size = config.state_cache_memory or int(automatic)
     if size < page_bytes:
         raise ConfigError(f"--state-cache-memory {size} is less than one page of {page_bytes} bytes")

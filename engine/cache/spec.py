@@ -34,6 +34,13 @@ class KVSpec:
     def bytes_per_block(self) -> int:
         return self.bytes_per_token * self.block_size
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks a request holds at most at a time, while `num_tokens` are computed one by one."""
+        window = self.kind.window
+        if window is None:
+            return -(-num_tokens // self.block_size)
+        return -(-min(num_tokens, window + self.block_size) // self.block_size) + 1
+
 
 def group_layers(layers: list[LayerKV], block_size: int, dtype: torch.dtype) -> tuple[KVSpec, ...]:
     """One group per distinct kind, in order of first appearance."""
