@@ -8,11 +8,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.driver import Rows
 from benchmarks.gpu.model import ModelShape
-from engine.attention.facade import AttentionBackend, GroupPlan, SequencePlan
+from engine.attention.facade import AttentionBackend, GroupCache, StepRows
+from engine.attention.index import plan_group
 from engine.models.base import AttentionOptions
 
 NUM_BATCHES = 40
@@ -71,6 +73,14 @@ def compare(name: str, dtype: torch.dtype, expected: Sequence[Rows], found: Sequ
     return parity
 
 
+@dataclass(frozen=True)
+class _Sequence:
+    """One of a batch: `count` positions from `start` on."""
+
+    start: int
+    count: int
+
+
 class _Batch:
     """Sequences of any lengths, some at their beginning, some of one row, in scattered blocks."""
 
@@ -89,19 +99,22 @@ class _Batch:
         fused = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
         query = fused[:, : shape.heads]
         key, value = fused[:, shape.heads :].chunk(2, 1)
-        group = GroupPlan((0,), self._block_size, self._keys, self._values, self._tables)
-        context = self._backend.plan(self._sequences, [group])
+        starts = np.array([sequence.start for sequence in self._sequences], np.int64)
+        step = StepRows(starts, np.array([sequence.count for sequence in self._sequences], np.int64))
+        tables = [np.array(table, np.int64) for table in self._tables]
+        cache = GroupCache((0,), self._block_size, self._keys, self._values)
+        context = self._backend.plan(step, [(cache, plan_group(step, tables, self._block_size))])
         _poison_free_memory(query)
         found = context.attend(0, query, key, value, AttentionOptions(shape.head_dim**-0.5, window))
         expected = self._dense(query, key, value, window)
         difference = (found.float() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
         return float(torch.nan_to_num(difference, nan=torch.inf).max())
 
-    def _sequence(self, longest: int) -> SequencePlan:
+    def _sequence(self, longest: int) -> _Sequence:
         rng = self._rng
         count = rng.choice([1, 1, 1, rng.randint(2, 40), rng.randint(2, longest)])
         start = rng.choice([0, rng.randint(0, longest)]) if count > 1 else rng.randint(0, longest)
-        return SequencePlan(start, count)
+        return _Sequence(start, count)
 
     def _scattered(self) -> tuple[list[list[int]], int]:
         needs = [-(-(sequence.start + sequence.count) // self._block_size) for sequence in self._sequences]

@@ -11,13 +11,12 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from engine.attention.facade import AttentionNeeds, FixedShape, GroupPlan, SequencePlan
-from engine.attention.paged import KernelGroup, PagedContext, Step, device_refusal
-from engine.attention.slots import IntArray
+from engine.attention.facade import AttentionNeeds, FixedShape, GroupCache, GroupStep, IntArray, StepRows
+from engine.attention.paged import KernelGroup, PagedContext, Step, device_refusal, unfilled
 from engine.attention.transfer import Fence, StepBuffer
+from engine.cache.spec import KVSpec
 from engine.errors import ConfigError
 from engine.models.base import AttentionOptions
 
@@ -151,14 +150,18 @@ class FlashInferBackend:
         if block_size < 1:
             raise ConfigError(f"block_size is {block_size}, but must be at least 1")
 
-    def plan(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> "FlashInferContext":
-        self.wrappers.reset()
-        return FlashInferContext(self.wrappers, self._buffer, sequences, groups)
+    @staticmethod
+    def workspace_bytes(specs: Sequence[KVSpec], max_len: int, max_step_tokens: int) -> int:
+        """The workspace is there from the start."""
+        return 0
 
-    def plan_decodes(self, shape: FixedShape, groups: Sequence[GroupPlan]) -> "FlashInferContext":
+    def plan(self, rows: StepRows, groups: Sequence[GroupStep]) -> "FlashInferContext":
+        self.wrappers.reset()
+        return FlashInferContext(self.wrappers, self._buffer, rows, groups)
+
+    def plan_decodes(self, shape: FixedShape, caches: Sequence[GroupCache]) -> "FlashInferContext":
         """See `GraphBackend.plan_decodes`."""
-        unfilled = [GroupPlan(group.layers, group.block_size, group.keys, group.values, []) for group in groups]
-        return FlashInferContext(self.wrappers, StepBuffer(self.device), [], unfilled, shape)
+        return FlashInferContext(self.wrappers, StepBuffer(self.device), *unfilled(caches), shape)
 
 
 def _import_library() -> Library:
@@ -172,8 +175,8 @@ def _import_library() -> Library:
 class _Group(KernelGroup):
     """One KV group: a plan per kind of layer, made when the first such layer runs."""
 
-    def __init__(self, wrappers: WrapperPool, plan: GroupPlan, fixed: FixedShape | None) -> None:
-        super().__init__(plan)
+    def __init__(self, wrappers: WrapperPool, cache: GroupCache, fixed: FixedShape | None) -> None:
+        super().__init__(cache)
         self._wrappers = wrappers
         self._fixed = fixed
         self._planned: dict[_Kind, Wrapper] = {}
@@ -184,42 +187,41 @@ class _Group(KernelGroup):
         for kind, wrapper in self._planned.items():
             self._plan(wrapper, kind)
 
-    def attend(self, index: int, query: torch.Tensor, options: AttentionOptions, num_sequences: int) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions, num_sequences: int) -> torch.Tensor:
         kind = _Kind(num_sequences, query.shape[1], options)
         if kind not in self._planned:
             wrapper = self._wrapper_for(kind)
             self._plan(wrapper, kind)
             self._planned[kind] = wrapper
-        return self._planned[kind].run(query.contiguous(), (self.keys[index], self.values[index]))
+        return self._planned[kind].run(query.contiguous(), self.cache.paged_layers[layer])
 
     def _wrapper_for(self, kind: _Kind) -> Wrapper:
-        tensor_cores = kind.heads > self.plan.keys.shape[3]  # they pay there, and take any group of heads
+        tensor_cores = kind.heads > self.cache.kv_heads  # they pay there, and take any group of heads
         if self._fixed is not None:
-            pages = kind.num_sequences * self._fixed.max_pages(self.plan.block_size)
+            pages = kind.num_sequences * self._fixed.max_pages(self.cache.block_size)
             return self._wrappers.fixed_decode(tensor_cores, kind.num_sequences, pages)
         return self._wrappers.decode(tensor_cores) if self._only_decodes(kind) else self._wrappers.prefill()
 
     def _only_decodes(self, kind: _Kind) -> bool:
-        return bool((self.rows.counts[: kind.num_sequences] == 1).all())
+        return bool((self.index.rows.counts[: kind.num_sequences] == 1).all())
 
     def _plan(self, wrapper: Wrapper, kind: _Kind) -> None:
         count, options = kind.num_sequences, kind.options
-        first_page = self.pages.first_page[: count + 1]
-        last_page = (self.pages.lengths[:count] - 1) % self.plan.block_size + 1
-        _, _, block_size, kv_heads, head_dim = self.plan.keys.shape
+        cache, first_page = self.cache, self.index.first_page[: count + 1]
+        last_page = (self.index.lengths[:count] - 1) % cache.block_size + 1
         pages = (_on_host(first_page), self._pages_on_device[: first_page[-1]], _on_host(last_page))
-        shape = (kind.heads, kv_heads, head_dim, block_size)
+        shape = (kind.heads, cache.kv_heads, cache.head_dim, cache.block_size)
         common = {
             "window_left": -1 if options.window is None else options.window - 1,
             "logits_soft_cap": options.soft_cap,
             "sm_scale": options.scale,
-            "q_data_type": self.plan.keys.dtype,
-            "kv_data_type": self.plan.keys.dtype,
+            "q_data_type": cache.keys.dtype,
+            "kv_data_type": cache.keys.dtype,
         }
         if self._only_decodes(kind):
             wrapper.plan(*pages, *shape, **common)
         else:
-            wrapper.plan(_on_host(self.rows.first_rows[: count + 1]), *pages, *shape, causal=True, **common)
+            wrapper.plan(_on_host(self.index.rows.first_rows[: count + 1]), *pages, *shape, causal=True, **common)
         self._wrappers.planned()
 
 
@@ -233,31 +235,15 @@ class FlashInferContext(PagedContext):
     _groups: Sequence[_Group]
 
     def __init__(
-        self,
-        wrappers: WrapperPool,
-        buffer: StepBuffer,
-        sequences: Sequence[SequencePlan],
-        groups: Sequence[GroupPlan],
-        fixed: FixedShape | None = None,
+        self, wrappers: WrapperPool, buffer: StepBuffer, rows: StepRows, groups: Sequence[GroupStep], fixed: FixedShape | None = None
     ) -> None:
         self._wrappers = wrappers
-        self._buffer = buffer
-        super().__init__(sequences, [_Group(wrappers, group, fixed) for group in groups], fixed)
+        super().__init__(buffer, rows, [_Group(wrappers, cache, fixed) for cache, _ in groups], [given for _, given in groups], fixed)
 
     def _send(self, step: Step) -> None:
         if self._fixed is not None:
             self._wrappers.wait()
-        slots = [pages.slots for pages in step.pages]
-        tables = [self._packed(group, pages.pages) for group, pages in zip(self._groups, step.pages, strict=True)]
-        sent = self._buffer.send([*slots, *tables])
-        for number, (group, pages) in enumerate(zip(self._groups, step.pages, strict=True)):
-            group.fill(step.rows, pages, sent[number])
-            group.take(sent[len(slots) + number])
-
-    def _packed(self, group: _Group, pages: IntArray) -> npt.NDArray[np.int32]:
-        """Where the shape is fixed, as long as it can become, so that the buffer never moves."""
-        if self._fixed is None:
-            return pages.astype(np.int32)
-        packed = np.zeros(self._fixed.num_sequences * self._fixed.max_pages(group.plan.block_size), np.int32)
-        packed[: len(pages)] = pages
-        return packed
+        slots, pages = self._transfer([index.slots for index in step.indexes], [index.pages for index in step.indexes])
+        for number, (group, index) in enumerate(zip(self._groups, step.indexes, strict=True)):
+            group.fill(index, slots[number])
+            group.take(pages[number])

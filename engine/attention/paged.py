@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.facade import AttentionNeeds, FixedShape, GroupPlan, SequencePlan
-from engine.attention.pages import GroupPages, StepRows, find_pages
+from engine.attention.facade import AttentionNeeds, FixedShape, GroupCache, GroupInput, GroupStep, IntArray, StepRows
+from engine.attention.index import GroupIndex, Int32Array, pad_rows, plan_group
+from engine.attention.transfer import KeptArray, StepBuffer
 from engine.models.base import AttentionOptions
 
 
@@ -25,96 +26,99 @@ def device_refusal(needs: AttentionNeeds) -> str | None:
 
 @dataclass(frozen=True)
 class Step:
-    """One step's rows and, per group, its pages: padded where the shape is fixed."""
+    """One step's rows and, per group, its index: padded where the shape is fixed."""
 
     rows: StepRows
-    pages: list[GroupPages]
+    indexes: Sequence[GroupIndex]
 
     @classmethod
-    def of(cls, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan], fixed: FixedShape | None) -> "Step":
-        assert all(len(group.block_tables) == len(sequences) for group in groups), "one block table per sequence and group"
+    def of(cls, rows: StepRows, groups: Sequence[GroupStep], fixed: FixedShape | None) -> "Step":
         if fixed is None:
-            rows = StepRows.of(sequences)
-            return cls(rows, [find_pages(rows, group) for group in groups])
-        assert all(sequence.count == 1 for sequence in sequences), "a fixed shape is for single rows"
-        assert all(sequence.start < fixed.max_len for sequence in sequences), "a sequence is longer than the fixed shape"
-        num_padding = fixed.num_sequences - len(sequences)
+            return cls(rows, [GroupIndex(rows, given, cache.block_size) for cache, given in groups])
+        num_padding = fixed.num_sequences - len(rows.starts)
         assert num_padding >= 0, "more sequences than the fixed shape has"
-        rows = StepRows.of(sequences, num_padding)
-        found = [find_pages(rows, group) for group in groups]
-        assert all(pages.num_sequences == len(sequences) for pages in found), "a sequence of a fixed shape lacks blocks"
-        return cls(rows, [pages.padded(num_padding) for pages in found])
+        assert (rows.counts == 1).all(), "a fixed shape is for single rows"
+        assert (rows.starts < fixed.max_len).all(), "a sequence is longer than the fixed shape"
+        padded = pad_rows(rows, num_padding)
+        indexes = [GroupIndex(padded, given, cache.block_size, num_padding) for cache, given in groups]
+        assert all(index.num_sequences == fixed.num_sequences for index in indexes), "a sequence of a fixed shape lacks blocks"
+        return cls(padded, indexes)
 
 
 class KernelGroup(ABC):
     """One KV group's part of a step."""
 
-    def __init__(self, plan: GroupPlan) -> None:
-        layers, _, block_size, kv_heads, head_dim = plan.keys.shape
-        assert (layers, block_size) == (len(plan.layers), plan.block_size), "a group's tensors must match its plan"
-        self.plan = plan
-        self.keys, self.values = plan.keys.unbind(0), plan.values.unbind(0)  # per layer [pages, block_size, kv_heads, head_dim]
-        self._slots_of_keys, self._slots_of_values = (
-            [layer.view(-1, kv_heads, head_dim) for layer in layers] for layers in (self.keys, self.values)
-        )
-        self._checked: set[tuple[int, int | None]] = set()
+    def __init__(self, cache: GroupCache) -> None:
+        self.cache = cache
 
-    def fill(self, rows: StepRows, pages: GroupPages, slots: torch.Tensor) -> None:
+    def fill(self, index: GroupIndex, slots: torch.Tensor) -> None:
         """The step that the group's layers work on next; `slots` is `[rows]`, int64, on the device."""
-        self.rows, self.pages, self.slots = rows, pages, slots
-        self._checked.clear()
+        self.index, self.slots = index, slots
 
-    def check(self, num_sequences: int, window: int | None) -> None:
-        """That the leading sequences have blocks for everything their rows see and write."""
-        if (num_sequences, window) not in self._checked:
-            assert num_sequences <= self.pages.num_sequences, "a sequence lacks blocks, or a position in use lies in the null block"
-            starts = self.rows.starts[:num_sequences]
-            first_seen = starts * 0 if window is None else np.maximum(0, starts + 1 - window)
-            assert (self.pages.skipped[:num_sequences] <= first_seen).all(), "a position in use lies in the null block"
-            self._checked.add((num_sequences, window))
-
-    def write(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         slots = self.slots[: key.shape[0]]
-        self._slots_of_keys[index].index_copy_(0, slots, key)
-        self._slots_of_values[index].index_copy_(0, slots, value)
+        for cache, rows in zip(self.cache.flat_layers[layer], (key, value), strict=True):
+            cache.index_copy_(0, slots, rows)
 
     @abstractmethod
-    def attend(self, index: int, query: torch.Tensor, options: AttentionOptions, num_sequences: int) -> torch.Tensor:
-        """Attention of the leading sequences' rows over the pages of the group's layer number `index`."""
+    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions, num_sequences: int) -> torch.Tensor:
+        """Attention of the leading sequences' rows over the pages of the group's layer number `layer`."""
 
 
 class PagedContext(ABC):
     """One step. With a fixed shape it can be given further ones: `refill` writes to the addresses that a captured graph reads."""
 
-    def __init__(self, sequences: Sequence[SequencePlan], groups: Sequence[KernelGroup], fixed: FixedShape | None) -> None:
+    def __init__(
+        self,
+        buffer: StepBuffer,
+        rows: StepRows,
+        groups: Sequence[KernelGroup],
+        inputs: Sequence[GroupInput],
+        fixed: FixedShape | None,
+    ) -> None:
+        """`buffer`: one of its own for a context of fixed shape."""
+        self._buffer = buffer
         self._groups = groups
         self._fixed = fixed
-        self._layers = {layer: (group, index) for group in groups for index, layer in enumerate(group.plan.layers)}
-        self._fill(sequences, [group.plan for group in groups])
+        self._kept = [] if fixed is None else [KeptArray(fixed.num_pages(group.cache.block_size), buffer.device) for group in groups]
+        self._layers = {layer: (group, number) for group in groups for number, layer in enumerate(group.cache.layers)}
+        self._fill(rows, inputs)
 
-    def refill(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> None:
+    def refill(self, rows: StepRows, inputs: Sequence[GroupInput]) -> None:
         """Another step of single rows over the same caches, at most as many sequences as the shape has, none longer than its limit."""
         assert self._fixed is not None, "only a context of fixed shape can be filled again"
-        for group, plan in zip(self._groups, groups, strict=True):
-            assert group.plan.keys.data_ptr() == plan.keys.data_ptr(), "a captured graph can't move to another cache"
-        self._fill(sequences, groups)
+        self._fill(rows, inputs)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionContext.attend`."""
-        num_rows = query.shape[0]
-        assert num_rows in self._num_sequences, f"{num_rows} rows are not whole sequences"
-        if num_rows == 0:
+        num_sequences = self._rows.num_leading(query.shape[0])
+        if num_sequences == 0:
             return torch.empty_like(query)
-        group, index = self._layers[layer]
-        group.check(self._num_sequences[num_rows], options.window)
-        group.write(index, key, value)
-        return group.attend(index, query, options, self._num_sequences[num_rows])
+        group, number = self._layers[layer]
+        group.index.check(num_sequences, options.window)
+        group.write(number, key, value)
+        return group.attend(number, query, options, num_sequences)
 
-    def _fill(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> None:
-        step = Step.of(sequences, groups, self._fixed)
-        self._num_sequences = {rows: count for count, rows in enumerate(step.rows.first_rows.tolist())}
+    def _fill(self, rows: StepRows, inputs: Sequence[GroupInput]) -> None:
+        step = Step.of(rows, [(group.cache, given) for group, given in zip(self._groups, inputs, strict=True)], self._fixed)
+        self._rows = step.rows
         self._send(step)
 
     @abstractmethod
     def _send(self, step: Step) -> None:
         """Moves the step's arrays to the device and hands each group its own."""
+
+    def _transfer(
+        self, arrays: Sequence[IntArray | Int32Array], pages: Sequence[Int32Array]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Both on the device: in one transfer or, where the shape is fixed, of each group's `pages` only what has changed."""
+        if self._fixed is None:
+            sent = self._buffer.send([*arrays, *pages])
+            return sent[: len(arrays)], sent[len(arrays) :]
+        return self._buffer.send(arrays), [kept.update(each) for kept, each in zip(self._kept, pages, strict=True)]
+
+
+def unfilled(caches: Sequence[GroupCache]) -> tuple[StepRows, list[GroupStep]]:
+    """A step of no sequences: what a context of fixed shape begins with."""
+    rows = StepRows(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    return rows, [(cache, plan_group(rows, [], cache.block_size)) for cache in caches]

@@ -10,79 +10,23 @@ causal call (1,024 rows).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
-import numpy as np
 import torch
 
+from engine.attention.access import Access, AccessPlanner, Chunk, Decodes, PagedChunks, PagedDecodes
 from engine.attention.dense import CausalMasks, Scratch, attend_chunk, attend_packed
-from engine.attention.facade import GroupPlan, SequencePlan
-from engine.attention.slots import IntArray, SlotIndex, buckets_by_length
+from engine.attention.facade import GroupCache, GroupStep, StepRows
+from engine.attention.index import GroupIndex
+from engine.cache.spec import KVSpec
 from engine.errors import ConfigError
 from engine.models.base import AttentionOptions
-from engine.native.kernels import MAX_GROUP, MAX_HEAD_DIM, Kernels
+from engine.native.kernels import MAX_HEAD_DIM, Kernels
 
 GATHER_BYTES = 4 << 20
 """Keys gathered at once for decoding on a CPU: more would fall out of its caches."""
 GPU_GATHER_BYTES = 256 << 20
-FREE_PADDING = 512
-"""Slots of padding that cost no more than the calls for one further bucket."""
 PIECE_ROWS = 128
 GPU_PIECE_ROWS = 512
-
-
-@dataclass(frozen=True)
-class _Decodes:
-    """Sequences of one new position each, of like length, padded to one rectangle."""
-
-    rows: torch.Tensor  # [n], rows of the batch
-    index: torch.Tensor  # [n * kv_heads * length], rows of the cache seen as [slots * kv_heads, head_dim]
-    mask: torch.Tensor  # [n * kv_heads, 1, length]
-    length: int
-
-
-@dataclass(frozen=True)
-class _PagedDecodes:
-    """Sequences of one new position each, as the compiled kernel takes them: it reads the cache where it lies."""
-
-    rows: torch.Tensor  # [n], rows of the batch
-    tables: torch.Tensor  # [n, blocks]
-    begins: torch.Tensor  # [n], the first position seen
-    ends: torch.Tensor  # [n]
-
-
-@dataclass(frozen=True)
-class _PagedChunks:
-    """Sequences of several new positions, as the compiled kernel takes them."""
-
-    tables: torch.Tensor  # [n, blocks]
-    rows: torch.Tensor  # [n], first rows of the batch
-    starts: torch.Tensor  # [n]
-    counts: torch.Tensor  # [n]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A sequence of several new positions."""
-
-    row: int
-    start: int
-    count: int
-    first_key: int
-    """The earliest position that any of the rows sees."""
-    index: torch.Tensor | None  # [start + count - first_key] slots; None: all keys are among the step's own
-
-
-@dataclass(frozen=True)
-class _Access:
-    """What the layers of a group write and read."""
-
-    slots: torch.Tensor  # [rows]
-    decodes: list[_Decodes]
-    paged_decodes: _PagedDecodes | None
-    chunks: list[_Chunk]
-    paged_chunks: _PagedChunks | None
 
 
 class SdpaBackend:
@@ -106,46 +50,61 @@ class SdpaBackend:
         if block_size < 1:
             raise ConfigError(f"block_size is {block_size}, but must be at least 1")
 
-    def plan(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> "SdpaContext":
-        return SdpaContext(self, sequences, groups)
+    def workspace_bytes(self, specs: Sequence[KVSpec], max_len: int, max_step_tokens: int) -> int:
+        """See `AttentionBackend`. Layers that compiled kernels take on whole gather nothing; more than `MAX_GROUP` query heads per
+        key head, which they leave, aren't looked at here."""
+        gathering = [spec for spec in specs if not self._reads_pages(spec)]
+        if not gathering:
+            return 0
+        gathered = max(self._most_gathered(spec, max_len, max_step_tokens) for spec in gathering)
+        windows = {spec.kind.window for spec in gathering}
+        lengths = [max_len if window is None else min(max_len, window - 1 + self.piece_rows) for window in windows]
+        dtype = gathering[0].dtype
+        return self.scratch.bytes_for(gathered, dtype) + sum(self.masks.bytes_for(length, dtype) for length in lengths)
+
+    def _reads_pages(self, spec: KVSpec) -> bool:
+        return self.kernels is not None and self.kernels.attends_chunks and spec.kind.head_dim <= MAX_HEAD_DIM
+
+    def _most_gathered(self, spec: KVSpec, max_len: int, max_step_tokens: int) -> int:
+        """Numbers: a whole sequence's keys, of those that a chunk sees; or those of many sequences' single positions."""
+        kind = spec.kind
+        seen = max_len if kind.window is None else min(max_len, kind.window - 1 + max_step_tokens)
+        return max(seen * kind.num_kv_heads * kind.head_dim, self.gather_bytes // spec.dtype.itemsize)
+
+    def plan(self, rows: StepRows, groups: Sequence[GroupStep]) -> "SdpaContext":
+        return SdpaContext(self, rows, groups)
 
 
 class SdpaContext:
     """One batch. What a group's layers read is prepared when the first of them runs and reused by the others."""
 
-    def __init__(self, backend: SdpaBackend, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> None:
-        ends = list(accumulate(sequence.count for sequence in sequences))
-        assert all(sequence.count > 0 for sequence in sequences), "a sequence without rows"
-        self._num_sequences = {0: 0} | {rows: index + 1 for index, rows in enumerate(ends)}
-        prepared = [_Group(backend, sequences, group) for group in groups]
-        self._layers = {layer: (group, index) for group in prepared for index, layer in enumerate(group.plan.layers)}
+    def __init__(self, backend: SdpaBackend, rows: StepRows, groups: Sequence[GroupStep]) -> None:
+        self._rows = rows
+        prepared = [_Group(backend, cache, GroupIndex(rows, given, cache.block_size)) for cache, given in groups]
+        self._layers = {layer: (group, number) for group in prepared for number, layer in enumerate(group.cache.layers)}
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionContext.attend`."""
-        num_rows = query.shape[0]
-        assert num_rows in self._num_sequences, f"{num_rows} rows are not whole sequences"
-        group, index = self._layers[layer]
-        return group.attend(index, query, key, value, options, self._num_sequences[num_rows])
+        num_sequences = self._rows.num_leading(query.shape[0])
+        if num_sequences == 0:
+            return torch.empty_like(query)
+        group, number = self._layers[layer]
+        return group.attend(number, query, key, value, options, num_sequences)
 
 
 class _Group:
     """One KV group's part of a batch."""
 
-    def __init__(self, backend: SdpaBackend, sequences: Sequence[SequencePlan], plan: GroupPlan) -> None:
-        self.plan = plan
+    def __init__(self, backend: SdpaBackend, cache: GroupCache, index: GroupIndex) -> None:
+        self.cache = cache
         self._backend = backend
-        self._sequences = sequences
-        layers, blocks, block_size, kv_heads, head_dim = plan.keys.shape
-        assert (layers, block_size) == (len(plan.layers), plan.block_size), "a group's tensors must match its plan"
-        self._head_dim = head_dim
-        self._keys = plan.keys.view(layers, blocks * block_size, kv_heads, head_dim).unbind(0)
-        self._values = plan.values.view(layers, blocks * block_size, kv_heads, head_dim).unbind(0)
-        self._access: dict[tuple[int, int | None], _Access] = {}
+        self._planner = AccessPlanner(cache, index, backend.kernels, backend.gather_bytes)
+        self._access: dict[tuple[int, int | None, int], Access] = {}
 
     def attend(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions, num_sequences: int
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions, num_sequences: int
     ) -> torch.Tensor:
-        keys, values = self._keys[index], self._values[index]  # [slots, kv_heads, head_dim]
+        keys, values = self.cache.flat_layers[layer]  # [slots, kv_heads, head_dim]
         access = self._access_of(num_sequences, options.window, query.shape[1])
         keys.index_copy_(0, access.slots, key)
         values.index_copy_(0, access.slots, value)
@@ -160,17 +119,15 @@ class _Group:
             self._attend_chunk(chunk, query, (key, value), (keys, values), options, out)
         return out
 
-    def _access_of(self, num_sequences: int, window: int | None, heads: int) -> _Access:
-        """Tables of sequences beyond the leading ones aren't looked at: those may have no blocks for these layers."""
-        key = (num_sequences, window)
+    def _access_of(self, num_sequences: int, window: int | None, heads: int) -> Access:
+        key = (num_sequences, window, heads)
         if key not in self._access:
-            tables, sequences = self.plan.block_tables[:num_sequences], self._sequences[:num_sequences]
-            self._access[key] = _AccessPlanner(self.plan, tables, sequences, window, self._backend, heads).plan()
+            self._access[key] = self._planner.plan(num_sequences, window, heads)
         return self._access[key]
 
     def _attend_decodes_natively(
         self,
-        decodes: _PagedDecodes,
+        decodes: PagedDecodes,
         query: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         options: AttentionOptions,
@@ -178,12 +135,12 @@ class _Group:
     ) -> None:
         kernels, seen = self._backend.kernels, (decodes.begins, decodes.ends)
         assert kernels is not None
-        size = self.plan.block_size
+        size = self.cache.block_size
         kernels.attend_decodes(query, decodes.rows, cache, decodes.tables, seen, size, options.scale, options.soft_cap, out)
 
     def _attend_chunks_natively(
         self,
-        chunks: _PagedChunks,
+        chunks: PagedChunks,
         query: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         options: AttentionOptions,
@@ -192,21 +149,22 @@ class _Group:
         kernels = self._backend.kernels
         assert kernels is not None
         which = chunks.rows, chunks.starts, chunks.counts
-        kernels.attend_chunks(query, cache, chunks.tables, which, self.plan.block_size, options, out)
+        scale, window, soft_cap = options.scale, options.window, options.soft_cap
+        kernels.attend_chunks(query, cache, chunks.tables, which, self.cache.block_size, scale, window, soft_cap, out)
 
     def _attend_decodes(
-        self, decodes: _Decodes, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
+        self, decodes: Decodes, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        by_head = (-1, self._head_dim)
-        packed = (-1, decodes.length, self._head_dim)
+        by_head = (-1, self.cache.head_dim)
+        packed = (-1, decodes.length, self.cache.head_dim)
         key, value = self._backend.scratch.gather(keys.view(by_head), values.view(by_head), decodes.index)
         rows = query.index_select(0, decodes.rows)
-        grouped = rows.view(decodes.mask.shape[0], -1, self._head_dim)  # [n * kv_heads, heads / kv_heads, head_dim]
+        grouped = rows.view(decodes.mask.shape[0], -1, self.cache.head_dim)  # [n * kv_heads, heads / kv_heads, head_dim]
         return attend_packed(grouped, key.view(packed), value.view(packed), decodes.mask, options).reshape(rows.shape)
 
     def _attend_chunk(
         self,
-        chunk: _Chunk,
+        chunk: Chunk,
         query: torch.Tensor,
         own: tuple[torch.Tensor, torch.Tensor],
         cache: tuple[torch.Tensor, torch.Tensor],
@@ -224,110 +182,17 @@ class _Group:
             mask = self._mask(high - low, end - first, options)
             out[piece] = attend_chunk(query[piece], key[seen], value[seen], mask, options)
 
-    def _pieces(self, chunk: _Chunk, options: AttentionOptions) -> list[tuple[int, int]]:
-        whole = self.plan.keys.device.type != "cpu" and chunk.start == 0 and self._plainly_causal(chunk.count, chunk.count, options)
+    def _pieces(self, chunk: Chunk, options: AttentionOptions) -> list[tuple[int, int]]:
+        whole = self.cache.keys.device.type != "cpu" and chunk.start == 0 and self._plainly_causal(chunk.count, chunk.count, options)
         step = chunk.count if whole else self._backend.piece_rows  # fused GPU kernels skip what a causal mask hides
         return [(low, min(low + step, chunk.count)) for low in range(0, chunk.count, step)]
 
     def _mask(self, rows: int, length: int, options: AttentionOptions) -> torch.Tensor | None:
         if self._plainly_causal(rows, length, options):
             return None
-        return self._backend.masks.get(rows, length, options.window, self.plan.keys.dtype, self.plan.keys.device)
+        return self._backend.masks.get(rows, length, options.window, self.cache.keys.dtype, self.cache.keys.device)
 
     @staticmethod
     def _plainly_causal(rows: int, length: int, options: AttentionOptions) -> bool:
         """Whether `is_causal` says it all: the queries' own keys are all there is, and no window or cap needs more."""
         return rows == length and options.soft_cap is None and (options.window is None or options.window >= rows)
-
-
-class _AccessPlanner:
-    """Finds slots on the host and moves them to the device."""
-
-    def __init__(
-        self,
-        plan: GroupPlan,
-        block_tables: Sequence[Sequence[int]],
-        sequences: Sequence[SequencePlan],
-        window: int | None,
-        backend: SdpaBackend,
-        heads: int,
-    ) -> None:
-        """`heads`: of the queries."""
-        self._keys = plan.keys
-        self._tables = block_tables
-        self._block_size = plan.block_size
-        kernels = backend.kernels if plan.keys.shape[4] <= MAX_HEAD_DIM else None
-        self._pages_decodes = kernels is not None
-        self._pages_chunks = kernels is not None and kernels.attends_chunks and heads // plan.keys.shape[3] <= MAX_GROUP
-        self._kv_heads = plan.keys.shape[3]
-        self._sequences = sequences
-        self._window = window
-        self._max_slots = max(1, backend.gather_bytes // (self._kv_heads * plan.keys.shape[4] * plan.keys.dtype.itemsize))
-        self._counts = np.array([sequence.count for sequence in sequences], np.int64)
-        self._starts = np.array([sequence.start for sequence in sequences], np.int64)
-        self._first_rows = self._counts.cumsum() - self._counts
-        self._index = SlotIndex(block_tables, (self._starts + self._counts).tolist(), plan.block_size)
-
-    def plan(self) -> _Access:
-        single, several = (np.nonzero(which)[0].tolist() for which in (self._counts == 1, self._counts > 1))
-        paged, paged_chunks = self._pages_decodes and bool(single), self._pages_chunks and bool(several)
-        return _Access(
-            slots=self._row_slots(),
-            decodes=[] if paged else self._plan_decodes(single),
-            paged_decodes=self._plan_paged(single) if paged else None,
-            chunks=[] if paged_chunks else [self._plan_chunk(i) for i in several],
-            paged_chunks=self._plan_paged_chunks(several) if paged_chunks else None,
-        )
-
-    def _row_slots(self) -> torch.Tensor:
-        owners = np.repeat(np.arange(len(self._counts)), self._counts)
-        positions = np.arange(len(owners)) + (self._starts - self._first_rows)[owners]
-        return self._to_device(self._index.slots(owners, positions))
-
-    def _plan_chunk(self, sequence: int) -> _Chunk:
-        start, count = self._sequences[sequence].start, self._sequences[sequence].count
-        first = 0 if self._window is None else max(0, start + 1 - self._window)
-        index = None
-        if first < start:
-            index = self._to_device(self._index.slots(sequence, np.arange(first, start + count)))
-        return _Chunk(int(self._first_rows[sequence]), start, count, first, index)
-
-    def _plan_paged(self, sequences: list[int]) -> _PagedDecodes:
-        ends = self._starts[sequences] + 1
-        begins = np.zeros_like(ends) if self._window is None else np.maximum(0, ends - self._window)
-        rows, tables = self._first_rows[sequences], self._table_rows(sequences, ends)
-        return _PagedDecodes(*(torch.from_numpy(array) for array in (rows, tables, begins, ends)))
-
-    def _plan_paged_chunks(self, sequences: list[int]) -> _PagedChunks:
-        starts, counts = self._starts[sequences], self._counts[sequences]
-        rows, tables = self._first_rows[sequences], self._table_rows(sequences, starts + counts)
-        return _PagedChunks(*(torch.from_numpy(array) for array in (tables, rows, starts, counts)))
-
-    def _table_rows(self, sequences: list[int], ends: IntArray) -> IntArray:
-        """`[n, blocks]`: the blocks of each sequence up to its end, side by side; what lies beyond is the null block."""
-        tables = np.zeros((len(sequences), -(-int(ends.max()) // self._block_size)), np.int64)
-        for table, sequence, end in zip(tables, sequences, ends.tolist(), strict=True):
-            used = -(-end // self._block_size)
-            table[:used] = self._tables[sequence][:used]
-        return tables
-
-    def _plan_decodes(self, sequences: list[int]) -> list[_Decodes]:
-        ends = [self._sequences[i].start + 1 for i in sequences]
-        lengths = ends if self._window is None else [min(end, self._window) for end in ends]
-        buckets = buckets_by_length(lengths, self._max_slots, FREE_PADDING)
-        return [self._plan_bucket(np.array([sequences[i] for i in bucket]), np.array([lengths[i] for i in bucket])) for bucket in buckets]
-
-    def _plan_bucket(self, sequences: IntArray, lengths: IntArray) -> _Decodes:
-        columns = np.arange(lengths.max())
-        last = self._starts[sequences, None]
-        # Padding repeats the last valid slot: what it reads is masked, but must be finite, since 0 * NaN is NaN.
-        positions = np.minimum(last + 1 - lengths[:, None] + columns, last)
-        slots = self._index.slots(sequences[:, None], positions)  # [n, length]
-        index = slots[:, None, :] * self._kv_heads + np.arange(self._kv_heads)[:, None]  # [n, kv_heads, length]
-        hidden = np.repeat(columns >= lengths[:, None], self._kv_heads, axis=0)[:, None, :]
-        mask = torch.zeros(hidden.shape, dtype=self._keys.dtype, device=self._keys.device)
-        mask.masked_fill_(torch.from_numpy(hidden).to(mask.device), -torch.inf)
-        return _Decodes(self._to_device(self._first_rows[sequences]), self._to_device(index.reshape(-1)), mask, len(columns))
-
-    def _to_device(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._keys.device)

@@ -1,15 +1,13 @@
 """A step's index arrays on their way to the device: one transfer, into memory that stays."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGNMENT = 64
-_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+from engine.device.packing import Packing
 
 
 class Fence:
@@ -36,28 +34,50 @@ class StepBuffer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._host, self._sent = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
         self._fence = Fence(device)
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Copies of the arrays (int32 or int64) on the device. What an earlier call returned is overwritten, in stream order."""
-        offsets = list(accumulate((-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays), initial=0))
-        self._reserve(offsets[-1])
-        host = self._host.numpy()
-        for array, offset in zip(arrays, offsets, strict=False):
-            host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._sent[: offsets[-1]].copy_(self._host[: offsets[-1]], non_blocking=True)
+        packing = Packing(arrays)
+        self._reserve(packing.num_bytes)
+        packing.write(self._host)
+        self._sent[: packing.num_bytes].copy_(self._host[: packing.num_bytes], non_blocking=True)
         self._fence.record()
-        return [self._view(array, offset) for array, offset in zip(arrays, offsets, strict=False)]
+        return packing.views(self._sent)
 
     def _reserve(self, num_bytes: int) -> None:
         self._fence.wait()  # the transfer before may still be reading
         if self._host.numel() < num_bytes:
             size = 1 << (num_bytes - 1).bit_length()
             with torch.inference_mode(False):  # usable in and out of inference mode
-                self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-                self._sent = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                self._sent = torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def _view(self, array: npt.NDArray[Any], offset: int) -> torch.Tensor:
-        return self._sent[offset : offset + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+
+class KeptArray:
+    """A long int32 array on the device, at an address that stays, of which only what has changed is sent."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # usable in and out of inference mode
+            self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._sent = torch.zeros(size, dtype=torch.int32, device=device)
+        self._fence = Fence(device)
+
+    def update(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        """The leading elements on the device, in the shape of `array`, after a transfer from the first to the last that differs.
+
+        What stands behind them is left as it was. What an earlier call returned is overwritten, in stream order.
+        """
+        flat = array.reshape(-1)
+        differs = flat != self._host.numpy()[: flat.size]
+        if differs.any():
+            self._send(flat, int(differs.argmax()), flat.size - int(differs[::-1].argmax()))
+        return self._sent[: flat.size].view(array.shape)
+
+    def _send(self, flat: npt.NDArray[np.int32], first: int, end: int) -> None:
+        self._fence.wait()  # the transfer before may still be reading
+        self._host.numpy()[first:end] = flat[first:end]
+        self._sent[first:end].copy_(self._host[first:end], non_blocking=True)
+        self._fence.record()

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.facade import AttentionNeeds, FixedShape, GroupPlan, SequencePlan
-from engine.attention.paged import KernelGroup, PagedContext, Step, device_refusal
+from engine.attention.facade import AttentionNeeds, FixedShape, GroupCache, GroupStep, IntArray, StepRows
+from engine.attention.index import GroupIndex, Int32Array
+from engine.attention.paged import KernelGroup, PagedContext, Step, device_refusal, unfilled
 from engine.attention.sdpa import SdpaBackend, SdpaContext
 from engine.attention.transfer import StepBuffer
+from engine.cache.spec import KVSpec
 from engine.errors import ConfigError
 from engine.models.base import AttentionOptions
 
@@ -78,13 +80,17 @@ class VarlenBackend:
         if block_size < 1 or block_size % _PAGE_MULTIPLE:
             raise ConfigError(f"block_size is {block_size}, but the attention backend varlen needs a multiple of {_PAGE_MULTIPLE}")
 
-    def plan(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> "VarlenContext":
-        return VarlenContext(self, self._buffer, sequences, groups)
+    @staticmethod
+    def workspace_bytes(specs: Sequence[KVSpec], max_len: int, max_step_tokens: int) -> int:
+        """The kernel reads pages where they lie. The reference's buffers would come on top for soft caps, which no family has."""
+        return 0
 
-    def plan_decodes(self, shape: FixedShape, groups: Sequence[GroupPlan]) -> "VarlenContext":
+    def plan(self, rows: StepRows, groups: Sequence[GroupStep]) -> "VarlenContext":
+        return VarlenContext(self, self._buffer, rows, groups)
+
+    def plan_decodes(self, shape: FixedShape, caches: Sequence[GroupCache]) -> "VarlenContext":
         """See `GraphBackend.plan_decodes`."""
-        unfilled = [GroupPlan(group.layers, group.block_size, group.keys, group.values, []) for group in groups]
-        return VarlenContext(self, StepBuffer(self.device), [], unfilled, shape)
+        return VarlenContext(self, StepBuffer(self.device), *unfilled(caches), shape)
 
 
 class _Arrays(NamedTuple):
@@ -99,27 +105,31 @@ class _Arrays(NamedTuple):
 class _Group(KernelGroup):
     """One KV group: a call of the kernel per layer, with arguments that are the same for all its layers."""
 
-    def __init__(self, kernel: Kernel, plan: GroupPlan, fixed: FixedShape | None) -> None:
-        super().__init__(plan)
+    def __init__(self, kernel: Kernel, cache: GroupCache, fixed: FixedShape | None) -> None:
+        super().__init__(cache)
         self._kernel = kernel
         self._fixed = fixed
+
+    def table_of(self, index: GroupIndex) -> Int32Array:
+        """`[sequences, pages of the longest]`: where the shape is fixed, of the longest there can be."""
+        return index.table(int(index.num_pages.max(initial=1)) if self._fixed is None else self._fixed.max_pages(index.block_size))
 
     def take(self, arrays: _Arrays) -> None:
         self._arrays = arrays
         self._arguments: dict[tuple[int, int | None], dict[str, Any]] = {}
 
-    def attend(self, index: int, query: torch.Tensor, options: AttentionOptions, num_sequences: int) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions, num_sequences: int) -> torch.Tensor:
         key = (num_sequences, options.window)
         if key not in self._arguments:
             self._arguments[key] = self._arguments_for(num_sequences, options.window)
-        keys, values = self.keys[index], self.values[index]
+        keys, values = self.cache.paged_layers[layer]
         grouped = query.shape[1] != keys.shape[2]
         return self._kernel(query, keys, values, scale=options.scale, enable_gqa=grouped, num_splits=1, **self._arguments[key])
 
     def _arguments_for(self, num_sequences: int, window: int | None) -> dict[str, Any]:
         first_rows, first_keys, lengths, table = self._arrays
-        max_rows = int(self.rows.counts[:num_sequences].max())
-        max_keys = int(self.pages.lengths[:num_sequences].max()) if self._fixed is None else table.shape[1] * self.plan.block_size
+        max_rows = int(self.index.rows.counts[:num_sequences].max())
+        max_keys = int(self.index.lengths[:num_sequences].max()) if self._fixed is None else table.shape[1] * self.cache.block_size
         return {
             "cu_seq_q": first_rows[: num_sequences + 1],
             "cu_seq_k": first_keys[: num_sequences + 1],
@@ -148,18 +158,13 @@ class VarlenContext(PagedContext):
     _groups: Sequence[_Group]
 
     def __init__(
-        self,
-        backend: VarlenBackend,
-        buffer: StepBuffer,
-        sequences: Sequence[SequencePlan],
-        groups: Sequence[GroupPlan],
-        fixed: FixedShape | None = None,
+        self, backend: VarlenBackend, buffer: StepBuffer, rows: StepRows, groups: Sequence[GroupStep], fixed: FixedShape | None = None
     ) -> None:
         self._backend = backend
-        self._buffer = buffer
-        self._planned = sequences, groups
+        self._planned = rows, groups
         self._reference: SdpaContext | None = None
-        super().__init__(sequences, [_Group(backend.kernel, group, fixed) for group in groups], fixed)
+        kernel_groups = [_Group(backend.kernel, cache, fixed) for cache, _ in groups]
+        super().__init__(buffer, rows, kernel_groups, [given for _, given in groups], fixed)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionContext.attend`."""
@@ -171,15 +176,13 @@ class VarlenContext(PagedContext):
         return self._reference.attend(layer, query, key, value, options)
 
     def _send(self, step: Step) -> None:
-        arrays = [step.rows.first_rows.astype(np.int32)]
-        for group, pages in zip(self._groups, step.pages, strict=True):
-            num_pages = np.diff(pages.first_page)
-            width = self._fixed.max_pages(group.plan.block_size) if self._fixed else int(num_pages.max(initial=1))
-            table = pages.table(width).astype(np.int32)
-            first_keys = np.append(0, pages.lengths.cumsum()).astype(np.int32)
-            arrays += [first_keys, pages.lengths.astype(np.int32), table]
-        slots = [pages.slots for pages in step.pages]
-        sent = self._buffer.send([*arrays, *slots])
-        for number, (group, pages) in enumerate(zip(self._groups, step.pages, strict=True)):
-            group.fill(step.rows, pages, sent[len(arrays) + number])
-            group.take(_Arrays(sent[0], *sent[1 + 3 * number : 4 + 3 * number]))
+        arrays: list[IntArray | Int32Array] = [step.rows.first_rows.astype(np.int32)]
+        for index in step.indexes:
+            lengths = index.lengths.astype(np.int32)
+            arrays += [np.append(0, lengths.cumsum()).astype(np.int32), lengths, index.slots]
+        tables = [group.table_of(index) for group, index in zip(self._groups, step.indexes, strict=True)]
+        (first_rows, *sent), sent_tables = self._transfer(arrays, tables)
+        for number, (group, index) in enumerate(zip(self._groups, step.indexes, strict=True)):
+            first_keys, sent_lengths, slots = sent[3 * number : 3 * number + 3]
+            group.fill(index, slots)
+            group.take(_Arrays(first_rows, first_keys, sent_lengths, sent_tables[number]))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from engine.models.base import AttentionOptions
 from engine.native.compiler import NoKernels, find_library
 
 VERSION = 1
@@ -146,7 +145,9 @@ class Kernels:
         tables: torch.Tensor,
         chunks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         block_size: int,
-        options: AttentionOptions,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
         out: torch.Tensor,
     ) -> None:
         """Causal attention of several new positions each of `n` sequences, whose keys and values are in the cache already.
@@ -173,9 +174,9 @@ class Kernels:
             heads,
             keys.shape[1],
             head_dim,
-            options.scale,
-            options.soft_cap or 0.0,
-            options.window or 0,
+            scale,
+            soft_cap or 0.0,
+            window or 0,
             out.data_ptr(),
             self._threads,
         )

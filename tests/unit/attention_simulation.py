@@ -7,14 +7,33 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from engine.attention.facade import AttentionBackend, GroupPlan, SequencePlan
+from engine.attention.facade import AttentionBackend, GroupCache, GroupStep, IntArray, StepRows
+from engine.attention.index import plan_group
 from engine.attention.sdpa import SdpaBackend
 from engine.models.base import AttentionOptions
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+Member = tuple[int, int, int]
+"""A sequence's name, first position and number of positions in a step."""
+
+
+def ints(*numbers: int) -> IntArray:
+    return np.array(numbers, np.int64)
+
+
+def rows_of(*sequences: tuple[int, int]) -> StepRows:
+    """Of (first position, number of positions)."""
+    return StepRows(ints(*(start for start, _ in sequences)), ints(*(count for _, count in sequences)))
+
+
+def rows_of_members(members: Sequence[Member]) -> StepRows:
+    return rows_of(*((start, count) for _, start, count in members))
 
 
 @dataclass(frozen=True)
@@ -70,17 +89,21 @@ class PagedGroup:
         self.keys, self.values = (torch.full(size, math.nan, dtype=shape.dtype) for _ in range(2))
         self.free = [block + 1 for block in torch.randperm(self.num_blocks - 1).tolist()]
 
-    def plan(self, members: Sequence[tuple[int, SequencePlan]]) -> GroupPlan:
-        for name, sequence in members:
-            self._grow(self.tables.setdefault(name, []), sequence)
-        tables = [[*self.tables[name], *self.tail] for name, _ in members]
-        return GroupPlan(self.shape.layers, self.shape.block_size, self.keys, self.values, tables)
+    @property
+    def cache(self) -> GroupCache:
+        return GroupCache(self.shape.layers, self.shape.block_size, self.keys, self.values)
 
-    def _grow(self, table: list[int], sequence: SequencePlan) -> None:
-        while len(table) * self.shape.block_size < sequence.start + sequence.count:
+    def step(self, members: Sequence[Member]) -> GroupStep:
+        for name, start, count in members:
+            self._grow(self.tables.setdefault(name, []), start, count)
+        tables = [ints(*self.tables[name], *self.tail) for name, _, _ in members]
+        return self.cache, plan_group(rows_of_members(members), tables, self.shape.block_size)
+
+    def _grow(self, table: list[int], start: int, count: int) -> None:
+        while len(table) * self.shape.block_size < start + count:
             table.append(self.free.pop())
         if self.shape.window is not None:
-            for index in range(max(0, sequence.start + 1 - self.shape.window) // self.shape.block_size):
+            for index in range(max(0, start + 1 - self.shape.window) // self.shape.block_size):
                 self._release(table, index)
 
     def _release(self, table: list[int], index: int) -> None:
@@ -110,26 +133,24 @@ class Simulation:
 
     def step(self, *wanted: tuple[int, int], keep: int | None = None) -> None:
         """Computes `count` more positions of each `(name, count)`; layers after the first of a group see `keep` sequences only."""
-        members = [(name, SequencePlan(self.lengths.get(name, 0), count)) for name, count in wanted]
-        context = self.backend.plan([sequence for _, sequence in members], [group.plan(members) for group in self.groups])
+        members = [(name, self.lengths.get(name, 0), count) for name, count in wanted]
+        context = self.backend.plan(rows_of_members(members), [group.step(members) for group in self.groups])
         for group in self.groups:
             for layer in group.shape.layers:
                 kept = members if layer == group.shape.layers[0] else members[:keep]
                 self._check_layer(context.attend, group, layer, kept)
-        self.lengths |= {name: sequence.start + sequence.count for name, sequence in members}
+        self.lengths |= {name: start + count for name, start, count in members}
 
-    def _check_layer(
-        self, attend: Callable[..., torch.Tensor], group: PagedGroup, layer: int, members: Sequence[tuple[int, SequencePlan]]
-    ) -> None:
+    def _check_layer(self, attend: Callable[..., torch.Tensor], group: PagedGroup, layer: int, members: Sequence[Member]) -> None:
         shape = group.shape
-        counts = [sequence.count for _, sequence in members]
+        counts = [count for _, _, count in members]
         fused = torch.randn(sum(counts), shape.heads + 2 * shape.kv_heads, shape.head_dim).to(shape.dtype)
         query, key, value = fused.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
         out = attend(layer, query, key, value, shape.options)
         assert out.shape == query.shape
         assert out.dtype == shape.dtype
         parts = zip(members, *(x.split(counts) for x in (query, key, value, out)), strict=True)
-        for (name, _), q, k, v, got in parts:
+        for (name, _, _), q, k, v, got in parts:
             expected = dense_reference(q, *group.remember(name, layer, k, v), shape)
             error = (got.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
             assert error.max() <= TOLERANCE[shape.dtype], f"sequence {name}, layer {layer}: relative error {error.max():.2e}"

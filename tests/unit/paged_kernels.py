@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Pages = tuple[torch.Tensor, torch.Tensor]
 
@@ -193,7 +194,7 @@ class FakeDecodeWrapper(FakePrefillWrapper):
         for array, buffer in zip(arrays, self._buffers, strict=True):
             if buffer is not None:
                 assert buffer.dtype == torch.int32
-                buffer[: len(array)] = array
+                buffer.numpy()[: len(array)] = array.numpy()  # on the device: no transfer of ours
             kept.append(array if buffer is None else buffer[: len(array)])
         assert self._buffers[2] is None or len(self._buffers[2]) == len(arrays[2]), "the number of sequences is fixed"
         return kept
@@ -213,3 +214,22 @@ class FakeFlashInfer:
         wrapper = FakeDecodeWrapper(*args, **options)
         self.made.append(wrapper)
         return wrapper
+
+
+class Operations(TorchDispatchMode):
+    """What torch was asked for: the operator, the addresses of its tensors, and how much it copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+        self.bytes_copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's own
+        addresses = tuple(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor))
+        self.seen.append((str(func.overloadpacket).removeprefix("aten."), addresses))
+        if func.overloadpacket is torch.ops.aten.copy_:
+            self.bytes_copied += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+    def named(self, *names: str) -> list[tuple[str, tuple[int, ...]]]:
+        return [operation for operation in self.seen if operation[0] in names]

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.facade import FixedShape, SequencePlan
+from engine.attention.facade import FixedShape
 from engine.attention.flashinfer import FlashInferBackend, is_installed
 from engine.errors import ConfigError
-from tests.unit.attention_simulation import CPU, PagedGroup, Shape, Simulation, dense_reference
+from tests.unit.attention_simulation import CPU, PagedGroup, Shape, Simulation, dense_reference, rows_of_members
 from tests.unit.paged_kernels import FakeDecodeWrapper, FakeFlashInfer, FakePrefillWrapper
 
 NEVER_READ = (10**6, -1, 0, 7)
@@ -127,18 +127,18 @@ def test_decodes_use_tensor_cores_where_heads_share_keys(library: FakeFlashInfer
 @pytest.mark.parametrize("shape", [paged(), paged(window=3, soft_cap=2.0)])
 def test_a_context_of_fixed_shape_is_planned_anew_in_the_same_wrapper(library: FakeFlashInfer, shape: Shape) -> None:
     group = PagedGroup(shape, num_blocks=20, tail=NEVER_READ)
-    context = backend_over(library).plan_decodes(FixedShape(3, 50), [group.plan([])])
+    context = backend_over(library).plan_decodes(FixedShape(3, 50), [group.cache])
     inputs = [torch.randn(3, heads, 8) for heads in (4, 2, 2)]
     context.attend(0, *inputs, shape.options)
     (wrapper,) = library.made
     steps = [[(0, 0)], [(0, 1), (1, 0)], *([(1, n), (0, n + 1)] for n in range(1, 40)), [(2, 0), (1, 40), (0, 41)]]
     for number, starts in enumerate(steps):
-        members = [(name, SequencePlan(start, 1)) for name, start in starts]
-        context.refill([plan for _, plan in members], [group.plan(members)])
+        members = [(name, start, 1) for name, start in starts]
+        context.refill(rows_of_members(members), [group.step(members)[1]])
         assert wrapper.num_plans == number + 2, "a replayed graph makes no plan, so the refill must"
         query, key, value = (x.normal_() for x in inputs)
         out = context.attend(0, query, key, value, shape.options)
-        for row, (name, _) in enumerate(members):
+        for row, (name, _, _) in enumerate(members):
             past = group.remember(name, 0, key[row : row + 1].clone(), value[row : row + 1].clone())
             torch.testing.assert_close(out[row : row + 1].double(), dense_reference(query[row : row + 1], *past, shape), rtol=0, atol=1e-5)
     assert library.made == [wrapper]

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.facade import GroupPlan, SequencePlan
+from engine.attention.index import plan_group
 from engine.attention.sdpa import PIECE_ROWS, SdpaBackend
-from engine.attention.slots import SlotIndex, buckets_by_length
 from engine.errors import ConfigError
-from tests.unit.attention_simulation import CPU, PagedGroup, Shape, Simulation, dense_reference
+from tests.unit.attention_simulation import CPU, PagedGroup, Shape, Simulation, dense_reference, ints, rows_of, rows_of_members
 
 
 @pytest.fixture(autouse=True)
@@ -85,19 +84,19 @@ def test_narrowed_layers_continue_a_chunk() -> None:
 @pytest.mark.parametrize("table", [[], [0, 0, 0]])
 def test_sequences_that_never_reach_a_group_need_no_blocks_there(table: list[int]) -> None:
     group = PagedGroup(Shape())
-    members = [(0, SequencePlan(0, 3)), (1, SequencePlan(40, 1))]
-    plan = group.plan(members[:1])
-    plan = GroupPlan(plan.layers, plan.block_size, plan.keys, plan.values, [*plan.block_tables, table])
+    group.step([(0, 0, 3)])
+    rows = rows_of((0, 3), (40, 1))
+    step = group.cache, plan_group(rows, [ints(*group.tables[0]), ints(*table)], 16)
     query, key, value = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
-    out = SdpaBackend(CPU).plan([sequence for _, sequence in members], [plan]).attend(0, query, key, value, Shape().options)
+    out = SdpaBackend(CPU).plan(rows, [step]).attend(0, query, key, value, Shape().options)
     torch.testing.assert_close(out.double(), dense_reference(query, key, value, Shape()), rtol=1e-5, atol=1e-6)
     assert group.keys[:, 0].isnan().all()
 
 
 def test_rows_that_end_inside_a_sequence_are_refused() -> None:
     group = PagedGroup(Shape())
-    members = [(0, SequencePlan(0, 3)), (1, SequencePlan(0, 2))]
-    context = SdpaBackend(CPU).plan([sequence for _, sequence in members], [group.plan(members)])
+    members = [(0, 0, 3), (1, 0, 2)]
+    context = SdpaBackend(CPU).plan(rows_of_members(members), [group.step(members)])
     with pytest.raises(AssertionError, match="whole sequences"):
         context.attend(0, torch.zeros(4, 6, 16), torch.zeros(4, 2, 16), torch.zeros(4, 2, 16), Shape().options)
 
@@ -120,8 +119,8 @@ def test_any_schedule_equals_dense_attention(steps: list[list[tuple[int, int]]])
 
 def test_only_the_slots_of_the_batch_are_written() -> None:
     group = PagedGroup(Shape(layers=(0, 1), block_size=8))
-    members = [(0, SequencePlan(0, 11)), (1, SequencePlan(0, 1))]
-    context = SdpaBackend(CPU).plan([sequence for _, sequence in members], [group.plan(members)])
+    members = [(0, 0, 11), (1, 0, 1)]
+    context = SdpaBackend(CPU).plan(rows_of_members(members), [group.step(members)])
     key, value = torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     context.attend(1, torch.randn(12, 6, 16), key, value, Shape().options)
     expected_keys, expected_values = (torch.full_like(group.keys, math.nan) for _ in range(2))
@@ -138,16 +137,16 @@ def test_rows_do_not_depend_on_what_else_is_in_the_batch() -> None:
     counts = [1 if name % 3 else 20 for name in range(33)]
     group = PagedGroup(shape, num_blocks=1000)
     backend = SdpaBackend(CPU)
-    past = [(name, SequencePlan(0, length)) for name, length in enumerate(lengths)]
+    past = [(name, 0, length) for name, length in enumerate(lengths)]
     rows = sum(lengths)
     prompt = (torch.randn(rows, 9, 64), torch.randn(rows, 3, 64), torch.randn(rows, 3, 64))
-    backend.plan([plan for _, plan in past], [group.plan(past)]).attend(0, *prompt, shape.options)
-    members = [(name, SequencePlan(lengths[name], counts[name])) for name in range(33)]
+    backend.plan(rows_of_members(past), [group.step(past)]).attend(0, *prompt, shape.options)
+    members = [(name, lengths[name], counts[name]) for name in range(33)]
     fresh = (torch.randn(sum(counts), 9, 64), torch.randn(sum(counts), 3, 64), torch.randn(sum(counts), 3, 64))
-    together = backend.plan([plan for _, plan in members], [group.plan(members)]).attend(0, *fresh, shape.options)
+    together = backend.plan(rows_of_members(members), [group.step(members)]).attend(0, *fresh, shape.options)
     for index, part in enumerate(together.split(counts)):
         own = (x.split(counts)[index] for x in fresh)
-        alone = backend.plan([members[index][1]], [group.plan([members[index]])]).attend(0, *own, shape.options)
+        alone = backend.plan(rows_of_members([members[index]]), [group.step([members[index]])]).attend(0, *own, shape.options)
         torch.testing.assert_close(part, alone, rtol=0, atol=2e-6)
 
 
@@ -165,31 +164,8 @@ def test_one_backend_serves_inside_and_outside_inference_mode() -> None:
 
 def test_an_empty_batch_plans_and_attends_nothing() -> None:
     group = PagedGroup(Shape())
-    out = SdpaBackend(CPU).plan([], [group.plan([])]).attend(0, *(torch.zeros(0, n, 16) for n in (6, 2, 2)), Shape().options)
+    out = SdpaBackend(CPU).plan(rows_of(), [group.step([])]).attend(0, *(torch.zeros(0, n, 16) for n in (6, 2, 2)), Shape().options)
     assert out.shape == (0, 6, 16)
-
-
-def test_reading_the_null_block_is_refused() -> None:
-    index = SlotIndex([[0, 5]], [32], 16)
-    torch.testing.assert_close(torch.from_numpy(index.slots(0, torch.arange(16, 32).numpy())), torch.arange(80, 96))
-    with pytest.raises(AssertionError, match="null block"):
-        index.slots(0, torch.arange(15, 17).numpy())
-
-
-def test_a_short_block_table_is_refused() -> None:
-    with pytest.raises(AssertionError, match="1 blocks where 2 are needed"):
-        SlotIndex([[4]], [17], 16)
-
-
-@settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, 5000), max_size=60), max_slots=st.integers(1, 8192))
-def test_buckets_hold_every_sequence_once_within_their_bounds(lengths: list[int], max_slots: int) -> None:
-    buckets = buckets_by_length(lengths, max_slots, free_padding=512)
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(lengths)))
-    for bucket in buckets:
-        area = max(lengths[i] for i in bucket) * len(bucket)
-        assert len(bucket) == 1 or area <= max_slots
-        assert area - sum(lengths[i] for i in bucket) <= max(512, area // 5)
 
 
 def test_any_positive_block_size_is_accepted() -> None:

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.attention.facade import FixedShape, GroupPlan, SequencePlan
+from engine.attention.facade import FixedShape, GroupCache
+from engine.attention.index import plan_group
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import VarlenBackend, VarlenContext
 from engine.errors import ConfigError
-from tests.unit.attention_simulation import CPU, PagedGroup, Shape, Simulation, dense_reference
-from tests.unit.paged_kernels import FakeVarlen
+from tests.unit.attention_simulation import CPU, PagedGroup, Shape, Simulation, dense_reference, ints, rows_of, rows_of_members
+from tests.unit.paged_kernels import FakeVarlen, Operations
 
 NEVER_READ = (10**6, -1, 0, 7)
 """What block tables hold behind the blocks in use."""
@@ -106,10 +106,10 @@ def test_any_schedule_equals_dense_attention(schedule: tuple[int | None, int, li
 
 def test_it_agrees_with_the_reference_backend(kernel: FakeVarlen) -> None:
     group, counts = PagedGroup(paged(window=100), num_blocks=20), (300, 1, 40)
-    members = [(name, SequencePlan(0, count)) for name, count in enumerate(counts)]
+    members = [(name, 0, count) for name, count in enumerate(counts)]
     arguments = [torch.randn(sum(counts), heads, 8) for heads in (4, 2, 2)]
     outs = [
-        backend.plan([plan for _, plan in members], [group.plan(members)]).attend(0, *arguments, group.shape.options)
+        backend.plan(rows_of_members(members), [group.step(members)]).attend(0, *arguments, group.shape.options)
         for backend in (VarlenBackend(CPU, kernel), SdpaBackend(CPU))
     ]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-6)
@@ -132,8 +132,8 @@ def test_pages_before_a_sliding_window_are_not_named(kernel: FakeVarlen) -> None
 
 def test_rows_that_end_inside_a_sequence_are_refused(kernel: FakeVarlen) -> None:
     group = PagedGroup(paged(), num_blocks=9)
-    members = [(0, SequencePlan(0, 3)), (1, SequencePlan(0, 2))]
-    context = VarlenBackend(CPU, kernel).plan([plan for _, plan in members], [group.plan(members)])
+    members = [(0, 0, 3), (1, 0, 2)]
+    context = VarlenBackend(CPU, kernel).plan(rows_of_members(members), [group.step(members)])
     with pytest.raises(AssertionError, match="whole sequences"):
         context.attend(0, *(torch.zeros(4, heads, 8) for heads in (4, 2, 2)), group.shape.options)
 
@@ -141,8 +141,9 @@ def test_rows_that_end_inside_a_sequence_are_refused(kernel: FakeVarlen) -> None
 def one_row_at(kernel: FakeVarlen, position: int, table: Sequence[int], window: int | None = None) -> None:
     shape = paged(window=window)
     cache = torch.zeros(1, 9, 256, 2, 8)
-    plan = GroupPlan((0,), 256, cache, cache.clone(), [table])
-    context = VarlenBackend(CPU, kernel).plan([SequencePlan(position, 1)], [plan])
+    rows = rows_of((position, 1))
+    step = GroupCache((0,), 256, cache, cache.clone()), plan_group(rows, [ints(*table)], 256)
+    context = VarlenBackend(CPU, kernel).plan(rows, [step])
     context.attend(0, *(torch.zeros(1, heads, 8) for heads in (4, 2, 2)), shape.options)
 
 
@@ -161,35 +162,19 @@ def test_a_table_without_blocks_that_a_window_sees_is_refused(kernel: FakeVarlen
 @pytest.mark.parametrize("table", [[], [0]])
 def test_sequences_that_never_reach_a_group_need_no_blocks_there(kernel: FakeVarlen, table: list[int]) -> None:
     group = PagedGroup(paged(), num_blocks=9)
-    members = [(0, SequencePlan(0, 3)), (1, SequencePlan(40, 1))]
-    plan = group.plan(members[:1])
-    plan = GroupPlan(plan.layers, plan.block_size, plan.keys, plan.values, [*plan.block_tables, table])
+    group.step([(0, 0, 3)])
+    rows = rows_of((0, 3), (40, 1))
+    step = group.cache, plan_group(rows, [ints(*group.tables[0]), ints(*table)], 256)
     arguments = [torch.randn(3, heads, 8) for heads in (4, 2, 2)]
-    out = VarlenBackend(CPU, kernel).plan([plan for _, plan in members], [plan]).attend(0, *arguments, group.shape.options)
+    out = VarlenBackend(CPU, kernel).plan(rows, [step]).attend(0, *arguments, group.shape.options)
     torch.testing.assert_close(out.double(), dense_reference(*arguments, group.shape), rtol=1e-5, atol=1e-6)
     assert group.keys[:, 0].isnan().all()
 
 
 def test_an_empty_batch_plans_and_attends_nothing(kernel: FakeVarlen) -> None:
     group = PagedGroup(paged(), num_blocks=9)
-    context = VarlenBackend(CPU, kernel).plan([], [group.plan([])])
+    context = VarlenBackend(CPU, kernel).plan(rows_of(), [group.step([])])
     assert context.attend(0, *(torch.zeros(0, heads, 8) for heads in (4, 2, 2)), group.shape.options).shape == (0, 4, 8)
-
-
-class Operations(TorchDispatchMode):
-    """What torch was asked for: the operator, and the addresses of its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, tuple[int, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's own
-        addresses = tuple(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor))
-        self.seen.append((str(func.overloadpacket).removeprefix("aten."), addresses))
-        return func(*args, **(kwargs or {}))
-
-    def named(self, *names: str) -> list[tuple[str, tuple[int, ...]]]:
-        return [operation for operation in self.seen if operation[0] in names]
 
 
 def silent(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -198,10 +183,10 @@ def silent(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
 
 def test_a_step_costs_one_transfer_and_its_layers_none() -> None:
     groups = [PagedGroup(paged(layers=(0, 1)), num_blocks=20), PagedGroup(paged(layers=(2, 3), window=9), num_blocks=20)]
-    members = [(0, SequencePlan(0, 300)), (1, SequencePlan(0, 1))]
-    plans = [group.plan(members) for group in groups]
+    members = [(0, 0, 300), (1, 0, 1)]
+    steps = [group.step(members) for group in groups]
     with Operations() as planning:
-        context = VarlenBackend(CPU, silent).plan([plan for _, plan in members], plans)
+        context = VarlenBackend(CPU, silent).plan(rows_of_members(members), steps)
     assert len(planning.named("copy_", "_to_copy")) == 1
     with Operations() as running:
         for group in groups:
@@ -219,18 +204,17 @@ class Captured:
         self.group = PagedGroup(shape, num_blocks=40, tail=NEVER_READ)
         self.inputs = [torch.zeros(num_sequences, heads, 8) for heads in (4, 2, 2)]
         fixed = FixedShape(num_sequences, max_len)
-        self.context: VarlenContext = VarlenBackend(CPU, self.kernel).plan_decodes(fixed, [self.group.plan([])])
+        self.context: VarlenContext = VarlenBackend(CPU, self.kernel).plan_decodes(fixed, [self.group.cache])
 
     def prefill(self, name: int, count: int) -> None:
         query, key, value = (torch.randn(count, heads, 8) for heads in (4, 2, 2))
-        plan = SequencePlan(0, count)
-        context = VarlenBackend(CPU, self.kernel).plan([plan], [self.group.plan([(name, plan)])])
+        context = VarlenBackend(CPU, self.kernel).plan(rows_of((0, count)), [self.group.step([(name, 0, count)])])
         context.attend(0, query, key, value, self.group.shape.options)
         self.group.remember(name, 0, key, value)
 
     def step(self, *starts: tuple[int, int]) -> torch.Tensor:
-        members = [(name, SequencePlan(start, 1)) for name, start in starts]
-        self.context.refill([plan for _, plan in members], [self.group.plan(members)])
+        members = [(name, start, 1) for name, start in starts]
+        self.context.refill(rows_of_members(members), [self.group.step(members)[1]])
         for x in self.inputs:
             x.normal_()
         with Operations() as operations:
@@ -271,24 +255,23 @@ def test_padding_rows_write_into_the_null_block_only() -> None:
 @pytest.mark.parametrize(
     ("sequences", "message"),
     [
-        ([SequencePlan(0, 1)] * 3, "more sequences"),
-        ([SequencePlan(300, 1)], "longer than"),
-        ([SequencePlan(0, 2)], "single rows"),
+        ([(0, 1)] * 3, "more sequences"),
+        ([(300, 1)], "longer than"),
+        ([(0, 2)], "single rows"),
     ],
 )
-def test_what_does_not_fit_a_fixed_shape_is_refused(sequences: list[SequencePlan], message: str) -> None:
+def test_what_does_not_fit_a_fixed_shape_is_refused(sequences: list[tuple[int, int]], message: str) -> None:
     captured = Captured(paged(), num_sequences=2, max_len=300)
-    plan = captured.group.plan([(name, sequence) for name, sequence in enumerate(sequences)])
+    _, given = captured.group.step([(name, *sequence) for name, sequence in enumerate(sequences)])
     with pytest.raises(AssertionError, match=message):
-        captured.context.refill(sequences, [plan])
+        captured.context.refill(rows_of(*sequences), [given])
 
 
 def test_a_fixed_shape_without_the_blocks_in_use_is_refused() -> None:
     captured = Captured(paged(), num_sequences=2, max_len=300)
-    plan = captured.group.plan([])
-    plan = GroupPlan(plan.layers, plan.block_size, plan.keys, plan.values, [[0]])
+    rows = rows_of((0, 1))
     with pytest.raises(AssertionError, match="lacks blocks"):
-        captured.context.refill([SequencePlan(0, 1)], [plan])
+        captured.context.refill(rows, [plan_group(rows, [ints(0)], 256)])
 
 
 def test_one_backend_serves_inside_and_outside_inference_mode(kernel: FakeVarlen) -> None:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.facade import GroupPlan, SequencePlan
+from engine.attention.facade import GroupCache
+from engine.attention.index import plan_group
 from engine.attention.sdpa import SdpaBackend
 from engine.models.base import AttentionOptions
 from engine.models.norm import RMSNorm
@@ -20,6 +21,7 @@ from engine.native import compiler
 from engine.native import kernels as native
 from engine.native.compiler import FAMILIES, NoKernels, compile_library, find_library
 from engine.native.kernels import Kernels, load_kernels
+from tests.unit.attention_simulation import ints, rows_of
 
 THREADS = 2
 DTYPES = [torch.float32, torch.bfloat16]
@@ -165,8 +167,9 @@ def test_attention_over_heads_that_are_too_wide_for_the_kernels_is_left_to_torch
     attended = []
     for those in (kernels, None):
         keys, values = (states(1, 3, 2, 2, head_dim, dtype=dtype) for _ in range(2))  # blocks of two
-        group = GroupPlan((0,), 2, keys, values, [[1, 2]])
-        context = SdpaBackend(torch.device("cpu"), those).plan([SequencePlan(end - 1, 1)], [group])
+        rows = rows_of((end - 1, 1))
+        step = GroupCache((0,), 2, keys, values), plan_group(rows, [ints(1, 2)], 2)
+        context = SdpaBackend(torch.device("cpu"), those).plan(rows, [step])
         attended.append(context.attend(0, query, key, value, AttentionOptions(head_dim**-0.5)))
     assert torch.equal(*attended)
 
