@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.request import EngineRequest, SamplingParams
+from engine.sampling.prompt_logprobs import prompt_logprobs_bytes
 from engine.saves.bound import largest_file
 from engine.saves.spec import SaveTarget
 from engine.scheduling.limits import saved_rows
@@ -93,6 +94,7 @@ async def make_plan(
     include_last_token = extraction is not None and extraction.params.include_last_token
     _check_count(body.num_prompts * body.n, services.settings.max_queued)
     prompts = await prepare_prompts(body, services.prompt_maker, include_last_token)
+    _check_prompt_logprobs(services, body, prompts)
     if extraction is not None:
         _check_wait(extraction, body)
         for prompt in prompts:
@@ -124,6 +126,17 @@ def _check_tokenizer(services: Services, body: GenerationRequest) -> None:
 def _check_count(num_choices: int, max_queued: int) -> None:
     if num_choices > max_queued:
         raise BadRequest(f"prompt and n ask for {num_choices} choices, at most {max_queued} can be queued", param="n")
+
+
+def _check_prompt_logprobs(services: Services, body: GenerationRequest, prompts: list[PreparedPrompt]) -> None:
+    """All choices are submitted together: what can never fit isn't told to come again."""
+    vocab_size, bound = services.info.model.vocab_size, services.settings.prompt_logprobs_memory
+    needed = body.n * sum(
+        prompt_logprobs_bytes(len(prompt.token_ids), sampling_params(body, prompt.max_tokens, 0), vocab_size) for prompt in prompts
+    )
+    if needed > bound:
+        echoed = f"the echoed prompts of {body.n * len(prompts)} choices"
+        raise BadRequest(f"logprobs {body.num_logprobs} of {echoed} take {needed} bytes, at most {bound} can be kept", param="logprobs")
 
 
 def _check_wait(extraction: Extraction, body: GenerationRequest) -> None:
@@ -270,7 +283,14 @@ def _all_or_nothing(plan: Plan) -> bool:
 
 def _generation(services: Services, plan: Plan, saves: list[LiveSave]) -> Generation:
     choices = [_choice(services, plan, index, saves[index] if saves else None) for index in range(plan.num_choices)]
-    return Generation(services, choices, request_id=plan.request_id, keeps_output=_keeps_output(plan), all_or_nothing=_all_or_nothing(plan))
+    return Generation(
+        services,
+        choices,
+        request_id=plan.request_id,
+        keeps_output=_keeps_output(plan),
+        keeps_results=_keeps_output(plan) or not plan.body.stream,
+        all_or_nothing=_all_or_nothing(plan),
+    )
 
 
 def _choice(services: Services, plan: Plan, index: int, save: LiveSave | None) -> Choice:

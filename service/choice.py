@@ -117,17 +117,22 @@ class Choice:
         self._echoed = len(echo.text)
         if delta.logprobs is not None:
             delta.logprobs["text_offset"] = [self._echoed + offset for offset in delta.logprobs["text_offset"]]
-            delta.logprobs = _joined(self._prompt_logprobs(update, echo), delta.logprobs)
+            report = self._prompt_logprobs(update, echo)
+            _extend(report, delta.logprobs)
+            delta.logprobs = report
         delta.text = echo.text + delta.text
         return delta
 
     def _prompt_logprobs(self, update: Update, echo: Echo) -> dict[str, Any]:
         unscored: list[TokenLogprobs | None] = [None] * len(self.prompt.token_ids)
-        return self.report(self.tokenizer, self.prompt.token_ids, update.prompt_logprobs or unscored, echo.offsets)
+        # They are large and nobody else wants them, so the update doesn't keep them beside the report.
+        scores, update.prompt_logprobs = update.prompt_logprobs, None
+        return self.report(self.tokenizer, self.prompt.token_ids, scores or unscored, echo.offsets)
 
 
-def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {name: one[name] + other[name] for name in one}
+def _extend(report: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, values in more.items():
+        report[name].extend(values)
 
 
 @dataclass
@@ -139,7 +144,11 @@ class Finished:
     logprobs: dict[str, Any] | None = None
 
     def add(self, delta: Delta) -> None:
+        """The first delta's log-probabilities become this object's: they may hold a long prompt's, and are not copied."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
-            self.logprobs = delta.logprobs if self.logprobs is None else _joined(self.logprobs, delta.logprobs)
+            if self.logprobs is None:
+                self.logprobs = delta.logprobs
+            else:
+                _extend(self.logprobs, delta.logprobs)

@@ -56,12 +56,13 @@ def logprobs_object(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> dict[str, Any]:
     """The `logprobs` of a completion choice. The sampled token is among `top_logprobs` whether or not it is one of the likeliest."""
-    return {
-        "tokens": [_token_text(tokenizer, token_id) for token_id in token_ids],
-        "token_logprobs": [None if score is None else _finite(score.logprob) for score in scores],
-        "top_logprobs": [None if score is None else _top(tokenizer, score) for score in scores],
-        "text_offset": list(offsets),
-    }
+    logprobs: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    for score in scores:  # read once: those of a long prompt are made one by one
+        logprobs.append(None if score is None else _finite(score.logprob))
+        top.append(None if score is None else _top(tokenizer, score))
+    tokens = [_token_text(tokenizer, token_id) for token_id in token_ids]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": list(offsets)}
 
 
 def chat_logprobs(

@@ -21,16 +21,27 @@ log = logging.getLogger(__name__)
 class Generation:
     """Used on the event loop. `close` must be called in the end, whatever happened.
 
+    `keeps_results`: whether anybody asks for a choice as a whole; a stream has sent it in parts.
     `all_or_nothing`: the saves are completed together, once all of them are published, and all are taken back if one fails.
     """
 
-    def __init__(self, services: Services, choices: list[Choice], *, request_id: str, keeps_output: bool, all_or_nothing: bool) -> None:
+    def __init__(
+        self,
+        services: Services,
+        choices: list[Choice],
+        *,
+        request_id: str,
+        keeps_output: bool,
+        keeps_results: bool,
+        all_or_nothing: bool,
+    ) -> None:
         self.choices = choices
         self.request_id = request_id
         self.created = int(time.time())
         self.results = [Finished() for _ in choices]
         self._services = services
         self._keeps_output = keeps_output
+        self._keeps_results = keeps_results
         self._all_or_nothing = all_or_nothing
         self._collector = Collector()
         self._started = time.monotonic()
@@ -82,7 +93,8 @@ class Generation:
                 choice = self.choices[index]
                 was_done = choice.text_done
                 delta = choice.advance(update)
-                self.results[index].add(delta)
+                if self._keeps_results:
+                    self.results[index].add(delta)
                 if choice.text_done and not was_done:
                     self._text_done(choice)
                 yield choice, delta

@@ -65,6 +65,45 @@ def copy_stream(device: torch.device) -> CopyStream:
     return HostStream() if device.type == "cpu" else DeviceStream(device)
 
 
+class HostCopies:
+    """Tensors of one step on their way to the host, each in memory of its own; who has waited for them has waited for the step."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self._stream = stream
+        self._moments: list[Moment] = []
+        """All are kept, since each keeps its source."""
+
+    def start(self, source: torch.Tensor) -> torch.Tensor:
+        """A tensor that holds what `source` does once `wait` has returned."""
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._stream.pinned)
+        self._moments.append(self._stream.copy(target, source))
+        return target
+
+    def end(self, device: torch.device) -> None:
+        """The step is complete. Where nothing of it goes to the host, there must be something to wait for all the same."""
+        if not self._moments:
+            self.start(torch.zeros(1, device=device))
+
+    def wait(self) -> None:
+        for moment in self._moments:
+            moment.wait()
+
+
+class OneStream:
+    """What is given to the device must all go to the same stream, which runs it in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+
+    def check(self) -> None:
+        """That the current stream is the one that it was at first. There are none on a CPU."""
+        if self._device.type != "cpu":
+            current = torch.accelerator.current_stream(self._device)
+            self._stream = self._stream or current
+            assert current == self._stream, "steps are given to more than one stream"
+
+
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device that the host doesn't wait for: out of pinned memory, since from any other it would."""
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

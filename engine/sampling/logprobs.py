@@ -1,10 +1,16 @@
 """Ranked log-probabilities, with one order everywhere: likeliest first, equal ones by token id."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from engine.device.streams import to_device
 from engine.request import TokenLogprobs
+from engine.sampling.prompt_logprobs import ScoredTokens
+
+TokenIds = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 CPU_ELEMENTS = 1 << 18
 """Rows times vocabulary worked on at once: intermediate results that fit the cache and need no fresh memory from the system."""
@@ -45,29 +51,58 @@ def largest_without_waiting(scores: torch.Tensor, count: int) -> tuple[torch.Ten
     return values, index.gather(-1, order)
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """What `score` finds out of rows of logits."""
+
+    logprobs: torch.Tensor  # [rows, 1 + top] float32: of the row's token, then of the likeliest ones
+    numbers: torch.Tensor  # [rows, 1 + top] int64: the token's rank, then the likeliest tokens
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "TokenScores":
+        return TokenScores(move(self.logprobs), move(self.numbers))
+
+    def of(self, token_ids: TokenIds) -> ScoredTokens:
+        """With the tokens that were scored. The scores must be on the host."""
+        logprobs, numbers = self.logprobs.numpy(), self.numbers.numpy().astype(np.int32)
+        return ScoredTokens(token_ids.astype(np.int32), logprobs[:, 0], numbers[:, 0], numbers[:, 1:], logprobs[:, 1:])
+
+
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top_n: int) -> list[TokenLogprobs]:
+    """What `score_tokens` gives, as objects."""
+    scored = score_tokens(logits, np.array(token_ids, np.int64), top_n)
+    return scored.objects(0, len(scored))
+
+
+def score_tokens(logits: torch.Tensor, token_ids: TokenIds, top_n: int) -> ScoredTokens:
+    """What `score` finds out, on the host."""
+    return score(logits, to_device(torch.from_numpy(token_ids), logits.device), top_n).moved(torch.Tensor.cpu).of(token_ids)
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, top_n: int) -> TokenScores:
     """Of each row of `[rows, vocab]` float32 logits: its token's log-probability and rank, and the `top_n` likeliest tokens.
 
-    A row that holds NaN or +inf gets NaN for all its log-probabilities.
+    A row that holds NaN or +inf gets NaN for all its log-probabilities. `tokens` `[rows]` are where the logits are; on a device other
+    than the CPU the host waits for nothing.
     """
-    step = rows_at_once(logits.shape[-1], logits.device)
-    starts = range(0, len(token_ids), step)
-    return [found for at in starts for found in _token_logprobs(logits[at : at + step], token_ids[at : at + step], top_n)]
+    top, step = min(max(top_n, 0), logits.shape[-1]), rows_at_once(logits.shape[-1], logits.device)
+    starts = range(0, max(1, len(tokens)), step)
+    return joined([_score(logits[at : at + step], tokens[at : at + step, None], top) for at in starts])
 
 
-def _token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top_n: int) -> list[TokenLogprobs]:
+def joined(pieces: Sequence[TokenScores]) -> TokenScores:
+    """Rows of the pieces one behind the other; at least one piece."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return TokenScores(torch.cat([piece.logprobs for piece in pieces]), torch.cat([piece.numbers for piece in pieces]))
+
+
+def _score(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> TokenScores:
     normaliser = logits.logsumexp(-1, keepdim=True)  # [rows, 1]
     sound = logits.amax(-1, keepdim=True).isfinite()
     normaliser = torch.where(sound, normaliser, torch.nan)
     logits = torch.where(sound, logits, 0.0)
-    tokens = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logits.gather(-1, tokens)
     before = torch.arange(logits.shape[-1], device=logits.device) < tokens
-    ranks = 1 + ((logits > chosen) | ((logits == chosen) & before)).sum(-1)
-    top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
-    if top_n > 0:
-        values, ids = largest(logits, top_n)
-        values = values - normaliser
-        top = [list(zip(*pair, strict=True)) for pair in zip(ids[:, :top_n].tolist(), values[:, :top_n].tolist(), strict=True)]
-    columns = zip(token_ids, (chosen - normaliser)[:, 0].tolist(), ranks.tolist(), top, strict=True)
-    return [TokenLogprobs(int(token), logprob, rank, likeliest) for token, logprob, rank, likeliest in columns]
+    ranks = 1 + ((logits > chosen) | ((logits == chosen) & before)).sum(-1, keepdim=True)
+    likeliest, top_ids = largest(logits, top) if top else (chosen[:, :0], tokens[:, :0])
+    return TokenScores(torch.cat([chosen, likeliest], -1) - normaliser, torch.cat([ranks, top_ids], -1))

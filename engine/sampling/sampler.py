@@ -4,17 +4,19 @@ Per row, in this order: repetition penalty, presence and frequency penalty, logi
 top-k, top-p, min-p (the order of transformers' `generate`) and a draw. Log-probabilities are those of the untouched logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from engine.device.packing import arrays_to_device
 from engine.device.streams import to_device
 from engine.errors import EngineError
 from engine.request import SamplingParams, TokenLogprobs
 from engine.sampling.draw import Lots, draw
-from engine.sampling.logprobs import rows_at_once, token_logprobs
-from engine.sampling.penalties import needs_penalties, penalise
+from engine.sampling.logprobs import TokenScores, rows_at_once, score, token_logprobs
+from engine.sampling.penalties import Penalties
 
 __all__ = ["SampledRow", "SampledToken", "Sampler", "token_logprobs"]
 
@@ -27,11 +29,11 @@ class SampledRow:
     """What is needed to choose a token for one request."""
 
     params: SamplingParams
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    """Looked at only where a penalty or a bias is to be applied."""
+    penalties: Penalties | None
+    """The request's own, for as long as it lives. None: its logits stay as they are."""
     generator: torch.Generator | None
-    """The request's own, made from its seed, for as long as the request lives: one number is drawn per token. None: not seeded."""
+    """The request's own, on the host, made from its seed, for as long as the request lives: one number is drawn per token. None: not
+    seeded."""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,11 @@ class Choice:
     ids: torch.Tensor  # [rows] int64; -1: the row's logits were not finite
     reported: Sequence[int]
     """Rows whose log-probabilities were asked for."""
-    raw: torch.Tensor | None  # [reported, vocab], their untouched logits
+    scores: TokenScores | None
+    """Of the reported rows, from their untouched logits; None: there are none."""
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Choice":
+        return Choice(move(self.ids), self.reported, None if self.scores is None else self.scores.moved(move))
 
 
 class Sampler:
@@ -58,7 +64,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._generator = torch.Generator(device)
+        self._generator = torch.Generator()  # on the host, like those of requests: all numbers of a step go to the device together
         self._generator.seed()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
@@ -68,41 +74,45 @@ class Sampler:
         """
         if not rows:
             return []
-        choice = self.choose(logits, rows)
-        return self.answers(choice, rows, choice.ids.tolist())
+        return self.answers(self.choose(logits, rows).moved(torch.Tensor.cpu), rows)
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> "Choice":
-        """The first half of `sample`: nothing of it waits for a device, but for penalties."""
+    def choose(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> Choice:
+        """The first half of `sample`: nothing of it waits for a device."""
         assert logits.shape == (len(rows), self._vocab_size)
         reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        raw = logits[reported] if reported else None  # a copy
+        index = to_device(torch.tensor(reported), self._device) if reported else None
+        raw = None if index is None else logits.index_select(0, index)  # a copy
         for i, row in enumerate(rows):
-            if needs_penalties(row.params):
-                penalise(logits[i], row.params, row.prompt_token_ids, row.output_token_ids)
+            if row.penalties is not None:
+                row.penalties.apply(logits[i])
         best, ids = logits.max(-1)  # of equal ones the lowest id
         sound = best.isfinite()
         self._draw(logits, best, sound, rows, ids)
-        return Choice(ids.masked_fill_(~sound, -1), reported, raw)
+        scores = None
+        if index is not None and raw is not None:
+            most = max(rows[i].params.logprobs or 0 for i in reported)
+            scores = score(raw, ids.index_select(0, index), most)
+        return Choice(ids.masked_fill_(~sound, -1), reported, scores)
 
-    def answers(self, choice: "Choice", rows: Sequence[SampledRow], chosen: Sequence[int]) -> list[SampledToken | EngineError]:
-        """The second half: `chosen` are the choice's ids on the host."""
-        logprobs = {} if choice.raw is None else self._logprobs(choice.raw, choice.reported, rows, chosen)
-        return self._answers(chosen, logprobs)
+    def answers(self, choice: Choice, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
+        """The second half, for a choice whose tensors are on the host."""
+        chosen = choice.ids.tolist()
+        return self._answers(chosen, self._logprobs(choice, rows, chosen))
 
     def _draw(self, logits: torch.Tensor, best: torch.Tensor, sound: torch.Tensor, rows: Sequence[SampledRow], ids: torch.Tensor) -> None:
         """Overwrites the ids of rows that aren't greedy."""
         for (top_k, nucleus, _), members in self._alike(rows).items():
-            params = [rows[i].params for i in members]
-            index = to_device(torch.tensor(members), self._device)
-            temperature = self._column([max(p.temperature, MIN_TEMPERATURE) for p in params])
+            index, temperature, top_p, min_p, uniform = self._lots([rows[i] for i in members], members)
             scores = (logits[index] - best[index, None]) / temperature  # the largest is 0, so none can overflow
-            lots = Lots(
-                torch.where(sound[index, None], scores, 0.0),
-                self._column([p.top_p for p in params]),
-                self._column([p.min_p for p in params]),
-                self._uniform([rows[i] for i in members]),
-            )
+            lots = Lots(torch.where(sound[index, None], scores, 0.0), top_p, min_p, uniform)
             ids[index] = draw(lots, top_k, nucleus=nucleus)
+
+    def _lots(self, rows: Sequence[SampledRow], members: Sequence[int]) -> list[torch.Tensor]:
+        """On the device: the rows' numbers `[rows]`; temperature, top-p, min-p and a random number for each, `[rows, 1]`."""
+        params = [row.params for row in rows]
+        columns = ([max(p.temperature, MIN_TEMPERATURE) for p in params], [p.top_p for p in params], [p.min_p for p in params])
+        settings = [np.array(column, np.float32)[:, None] for column in columns]
+        return arrays_to_device([np.array(members, np.int64), *settings, self._uniform(rows).numpy()], self._device)
 
     def _alike(self, rows: Sequence[SampledRow]) -> dict[tuple[int, bool, int], list[int]]:
         """Rows that can be drawn for together: the same top-k, and with or without top-p. Bounded in size.
@@ -118,29 +128,24 @@ class Sampler:
         return {(*key, at): members[at : at + most] for key, members in alike.items() for at in range(0, len(members), most)}
 
     def _uniform(self, rows: Sequence[SampledRow]) -> torch.Tensor:
-        """`[rows, 1]` float64 in [0, 1): from the request's own generator where it has one, the others in one call."""
-        numbers = torch.rand(len(rows), 1, dtype=torch.float64, device=self._device, generator=self._generator)
+        """`[rows, 1]` float64 in [0, 1), on the host: from the request's own generator where it has one, the others in one call."""
+        numbers = torch.rand(len(rows), 1, dtype=torch.float64, generator=self._generator)
         for i, row in enumerate(rows):
             if row.generator is not None:
-                own = torch.rand(1, dtype=torch.float64, device=row.generator.device, generator=row.generator)
-                numbers[i] = own.to(self._device)
+                numbers[i] = torch.rand(1, dtype=torch.float64, generator=row.generator)
         return numbers
 
-    def _logprobs(
-        self, raw: torch.Tensor, reported: Sequence[int], rows: Sequence[SampledRow], chosen: Sequence[int]
-    ) -> dict[int, TokenLogprobs]:
-        sound = [at for at, i in enumerate(reported) if chosen[i] >= 0]
-        members = [reported[at] for at in sound]
-        asked = [rows[i].params.logprobs or 0 for i in members]
-        found = token_logprobs(raw[sound], [chosen[i] for i in members], max(asked, default=0))
-        cut = (TokenLogprobs(f.token_id, f.logprob, f.rank, f.top[:count]) for f, count in zip(found, asked, strict=True))
-        return dict(zip(members, cut, strict=True))
+    def _logprobs(self, choice: Choice, rows: Sequence[SampledRow], chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """By row, of those that are reported and have a token."""
+        if choice.scores is None:
+            return {}
+        scored = choice.scores.of(np.array([chosen[i] for i in choice.reported], np.int64))
+        found = zip(choice.reported, scored.objects(0, len(scored)), strict=True)
+        asked = {i: rows[i].params.logprobs or 0 for i in choice.reported}
+        return {i: TokenLogprobs(f.token_id, f.logprob, f.rank, f.top[: asked[i]]) for i, f in found if chosen[i] >= 0}
 
     def _answers(self, chosen: Sequence[int], logprobs: dict[int, TokenLogprobs]) -> list[SampledToken | EngineError]:
         return [
             SampledToken(token_id, logprobs.get(i)) if token_id >= 0 else EngineError("no token can be chosen: the logits are not finite")
             for i, token_id in enumerate(chosen)
         ]
-
-    def _column(self, values: list[float]) -> torch.Tensor:
-        return to_device(torch.tensor(values, dtype=torch.float32), self._device)[:, None]

@@ -18,6 +18,7 @@ import pytest
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from engine.core import EngineCore
 from service.limits import DEFAULT_LIMITS, MAX_BODY_BYTES
 from service.server import limits_of
 
@@ -38,7 +39,6 @@ def connection(service: Service, receive_buffer: int | None = None) -> Iterator[
     with closing(socket.socket()) as made:
         if receive_buffer is not None:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        made.settimeout(60)
         made.connect((host, int(port)))
         yield made
 
@@ -173,7 +173,7 @@ def test_a_client_that_reads_slowly_but_steadily_is_not_cut(services: Services) 
 
 
 def test_headers_above_the_bound_are_431(quick: Service) -> None:
-    with httpx.Client(base_url=quick.url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=quick.url, timeout=None, trust_env=False) as client:
         many = client.get("/saves", headers=[(f"x-{number}", "y") for number in range(DEFAULT_LIMITS.head_count)])
         assert (many.status_code, many.json()["error"]["code"]) == (431, "headers_too_large")
         assert client.get("/saves", headers=[(f"x-{number}", "y") for number in range(60)]).status_code == 200
@@ -246,6 +246,50 @@ def test_exactly_as_many_wait_as_may(services: Services, slow_steps: None) -> No
         assert refused.json()["error"]["code"] == "queue_full"
         assert refused.headers["retry-after"].isdigit()
         assert int(refused.headers["retry-after"]) >= 1
+
+
+SCORED = {"prompt": [5] * 100, "echo": True, "logprobs": 5, "ignore_eos": True}
+SCORED_BYTES = 99 * 4 * (3 + 2 * 5)
+"""What the engine keeps for one choice of that."""
+
+
+@pytest.fixture
+def scoring(services: Services) -> Iterator[Service]:
+    """Has room for the log-probabilities of just one such prompt."""
+    with services.run(prompt_logprobs_memory=SCORED_BYTES) as service:
+        yield service
+
+
+@pytest.mark.parametrize("too_much", [{"logprobs": 6}, {"prompt": [5] * 101}, {"n": 2}, {"prompt": [[5] * 51, [6] * 51]}])
+def test_echoed_logprobs_that_never_fit_their_memory_are_refused_by_name(scoring: Service, too_much: dict[str, object]) -> None:
+    error = scoring.refused(400, **SCORED | too_much)
+    assert error["param"] == "logprobs"
+    assert f"at most {SCORED_BYTES} can be kept" in error["message"]
+
+
+def test_echoed_logprobs_fit_up_to_their_memory_and_others_take_none_of_it(scoring: Service) -> None:
+    assert len(scoring.completed(**SCORED)["choices"][0]["logprobs"]["top_logprobs"]) == 104
+    assert len(scoring.completed(**SCORED | {"logprobs": 20, "echo": False, "n": 3})["choices"]) == 3
+
+
+def test_echoed_logprobs_that_do_not_fit_beside_others_are_told_to_come_again(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, may_run = EngineCore.step, threading.Event()
+
+    def held_step(core: EngineCore) -> bool:
+        may_run.wait()
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", held_step)
+    with services.run(prompt_logprobs_memory=SCORED_BYTES) as service:
+        try:
+            assert service.complete(**SCORED, kv_transfer_params={"wait": "accepted"}).status_code == 202
+            refused = service.complete(**SCORED)
+        finally:
+            may_run.set()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        service.settled()
+        service.completed(**SCORED)
 
 
 def test_a_list_of_more_prompts_than_can_wait_is_refused_before_any_is_tokenized(

@@ -22,6 +22,7 @@ from engine.errors import EngineError
 from engine.request import SamplingParams, TokenLogprobs
 from engine.sampling.draw import Candidates, Lots, all_candidates, draw, nucleus_candidates, top_k_candidates
 from engine.sampling.logprobs import largest
+from engine.sampling.penalties import Penalties
 from engine.sampling.sampler import SampledRow, SampledToken, Sampler, token_logprobs
 
 CPU = torch.device("cpu")
@@ -35,7 +36,11 @@ def _same_numbers_every_time() -> None:
 
 def row(params: SamplingParams, prompt: Sequence[int] = (1,), output: Sequence[int] = ()) -> SampledRow:
     generator = None if params.seed is None else torch.Generator().manual_seed(params.seed)
-    return SampledRow(params, prompt, output, generator)
+    penalties = Penalties.of(params, prompt)
+    for token in output:
+        if penalties is not None:
+            penalties.count(token)
+    return SampledRow(params, penalties, generator)
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SampledRow]) -> list[SampledToken]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.request import SamplingParams
 from engine.sampling.draw import Lots, draw
 from engine.sampling.logprobs import largest, largest_without_waiting
+from engine.sampling.penalties import Penalties
 from engine.sampling.sampler import SampledRow, Sampler
 
 CPU, VOCAB = torch.device("cpu"), 50
@@ -38,7 +39,7 @@ class Watch(TorchDispatchMode):
 
 
 def rows(*params: SamplingParams) -> list[SampledRow]:
-    return [SampledRow(each, [1], [], None) for each in params]
+    return [SampledRow(each, Penalties.of(each, [1]), None) for each in params]
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
@@ -59,6 +60,20 @@ def test_greedy_and_plain_random_choices_look_at_no_value() -> None:
         choice = sampler.choose(torch.randn(3, VOCAB), wanted)
     assert watch.waited == []
     assert choice.ids.shape == (3,)
+
+
+def test_penalties_look_at_no_value() -> None:
+    wanted = rows(
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, logit_bias={3: 1.0}),
+        SamplingParams(temperature=0.7, frequency_penalty=0.5),
+    )
+    for row in wanted:
+        assert row.penalties is not None
+        row.penalties.count(7)
+    watch = Watch()
+    with watch:
+        Sampler(VOCAB, CPU).choose(torch.randn(2, VOCAB), wanted)
+    assert watch.waited == []
 
 
 def test_a_watch_notices_who_waits() -> None:
@@ -90,7 +105,7 @@ def test_two_halves_give_what_the_whole_gives() -> None:
     wanted = rows(*[SamplingParams(temperature=0.0, logprobs=count) for count in (None, 2, 1, 0)])
     sampler = Sampler(VOCAB, CPU)
     choice = sampler.choose(logits.clone(), wanted)
-    halves = sampler.answers(choice, wanted, choice.ids.tolist())
+    halves = sampler.answers(choice, wanted)
     whole = sampler.sample(logits.clone(), wanted)
     assert choice.ids[2] == -1
     assert [str(answer) for answer in halves] == [str(answer) for answer in whole]
