@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.bench import Bench, Result
@@ -103,12 +104,14 @@ def write_files(pages: torch.Tensor, paths: list[Path], rows: int) -> float:
                 ended.set()
 
     writer = SaveWriter(pages, on_event)
-    blocks = [tuple(1 + layer * CHUNK_BLOCKS + block for block in range(CHUNK_BLOCKS)) for layer in range(len(LAYERS))]
+    numbers = np.arange(CHUNK_BLOCKS)
+    page_ids = 1 + numbers[:, None] + np.arange(len(LAYERS)) * CHUNK_BLOCKS  # [blocks, layers]
     started = time.perf_counter()
     jobs = [writer.begin(_spec(path), num_rows=rows, max_rows=rows) for path in paths]
-    for position in range(0, rows, PAGE_ROWS * CHUNK_BLOCKS):
+    for block in range(0, rows // PAGE_ROWS, CHUNK_BLOCKS):
+        ranges = [(block * PAGE_ROWS, (block + CHUNK_BLOCKS) * PAGE_ROWS)]
         for job in jobs:
-            job.append(RowChunk(position, PAGE_ROWS * CHUNK_BLOCKS, blocks, lambda: None))
+            job.append(RowChunk(ranges, block + numbers, page_ids, lambda: None))
     for job in jobs:
         job.finish(SaveEnd(range(rows), None, rows, rows))
     ended.wait()

@@ -4,7 +4,8 @@ import hashlib
 
 from engine.saves import layout
 from engine.saves.layout import TensorEntry
-from engine.saves.spec import RowSelection, SaveSpec
+from engine.saves.selection import RowSelection, WantedRows
+from engine.saves.spec import SaveSpec
 
 LARGEST_COUNT = 10**19
 """Has as many digits as any number of tokens."""
@@ -49,4 +50,4 @@ def _tail_entries(spec: SaveSpec, rows: int) -> list[TensorEntry]:
 def _most_kept(rows: RowSelection, num_rows: int) -> int:
     """A pair from an end to a beginning, such as `[-10, 5]`, keeps fewer the longer the sequence gets; any other keeps more."""
     shrinks = any(start < 0 and end is not None and end >= 0 for start, end in rows.pairs)
-    return num_rows if shrinks else sum(high - low for low, high in rows.ranges(num_rows))
+    return num_rows if shrinks else WantedRows(rows, num_rows).count(0, num_rows)

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.config import Checksum
+from engine.config import Checksum, Durability
 from engine.errors import SaveError
 from engine.saves import layout
 from engine.saves.bound import file_metadata, largest_header
-from engine.saves.chunk import SaveEnd
+from engine.saves.chunk import RowChunk, SaveEnd
 from engine.saves.convert import (
     STORED_TYPES,
-    PagedRows,
     RunningMean,
     Scratch,
     gather,
@@ -27,11 +26,12 @@ from engine.saves.convert import (
 )
 from engine.saves.digest import RunningDigest
 from engine.saves.file import PartFile
+from engine.saves.handed import HandedPositions
 from engine.saves.layout import TailTensor, TensorEntry
 from engine.saves.lock import names_file
 from engine.saves.patience import Patience
 from engine.saves.publish import publish_file, remove_if_present
-from engine.saves.spec import Durability, Range, SavedFile, SaveSpec
+from engine.saves.spec import SavedFile, SaveSpec
 
 PIECE_BYTES = 1 << 20
 """Rows gathered at once: small enough to stay in a core's cache between gathering, checking, converting and writing."""
@@ -80,8 +80,8 @@ class FileBuilder:
         self._row_bytes = len(spec.layers) * self._width * STORED_TYPES[spec.dtype].itemsize
         self._mean = RunningMean.zeros(len(spec.layers), self._width) if spec.pooling else None
         self._patience = Patience(options.retry_seconds)
-        self._kept: list[Range] = []
-        self._current: PagedRows | None = None
+        self._handed = HandedPositions()
+        self._current: RowChunk | None = None
         self._num_done = 0
         """Rows of the current chunk that need no further work."""
         self._scales: list[torch.Tensor] = []
@@ -104,31 +104,29 @@ class FileBuilder:
         """`end` makes what `complete` will be given. May be called from any thread, and is of use until the first row is written."""
         self._end = self._end or end
 
-    def add_rows(self, rows: PagedRows, scratch: Scratch) -> None:
+    def add_rows(self, chunk: RowChunk, scratch: Scratch) -> None:
         """Writes the rows of a chunk behind those before it (pooled: adds them up), in pieces of bounded size."""
-        if self._current is not rows:
-            self._note(rows)
-            self._current, self._num_done = rows, 0
+        if self._current is not chunk:
+            self._begin_chunk(chunk)
         row_size = len(self.spec.layers) * self._width * self._pages.dtype.itemsize
         step = max(1, PIECE_BYTES // row_size)
-        while self._num_done < rows.count and not self._stop.is_set():
-            count = min(step, rows.count - self._num_done)
-            piece = gather(self._pages, rows, self._num_done, count, scratch)
-            locate = layer_and_position(self.spec.layers, rows.position + self._num_done)
+        while self._num_done < chunk.count and not self._stop.is_set():
+            positions = chunk.positions(self._num_done, step)
+            piece = gather(self._pages, chunk, positions, scratch)
+            locate = layer_and_position(self.spec.layers, positions)
             if self._mean:
                 self._mean.add(piece, locate)
             else:
                 self._write_rows(piece, locate, scratch)
-            self._num_done += count
+            self._num_done += len(positions)
             self._patience.progressed()
 
-    def _note(self, rows: PagedRows) -> None:
+    def _begin_chunk(self, chunk: RowChunk) -> None:
         """Remembers which positions came, to compare them at the end with those that the tokens are of."""
-        end = self._kept[-1][1] if self._kept else 0
-        if rows.position < end or len(rows.pages) != len(self.spec.layers):
-            raise SaveError("engine_error", f"rows from position {rows.position} on were handed in wrongly")
-        low = self._kept.pop()[0] if self._kept and rows.position == end else rows.position
-        self._kept.append((low, rows.position + rows.count))
+        if chunk.pages.shape != (len(chunk.blocks), len(self.spec.layers)):
+            raise SaveError("engine_error", f"rows of {len(self.spec.layers)} layers were handed in with pages {chunk.pages.shape}")
+        self._handed.add(chunk.bounds)
+        self._current, self._num_done = chunk, 0
 
     def _write_rows(self, rows: torch.Tensor, locate: Callable[[int, int], str], scratch: Scratch) -> None:
         stored, scales = to_stored(rows, self.spec.dtype, locate, scratch)
@@ -208,9 +206,10 @@ class FileBuilder:
     def _check(self, end: SaveEnd) -> None:
         """A file whose rows are not those of its tokens is worse than none."""
         expected = np.arange(end.num_tokens) if end.positions is None else np.asarray(end.positions, dtype=np.int64)
-        came = [np.arange(low, high) for low, high in self._kept]
-        if len(end.token_ids) != len(expected) or not np.array_equal(np.concatenate([np.arange(0), *came]), expected):
-            raise SaveError("engine_error", f"the engine handed in rows {self._kept}, which are not those of the tokens to be saved")
+        came = self._handed.positions()
+        if len(end.token_ids) != len(expected) or not np.array_equal(came, expected):
+            message = f"{len(came)} rows came for {len(expected)} positions and {len(end.token_ids)} tokens, or of other positions"
+            raise SaveError("engine_error", message)
 
     def _make_room(self, file: PartFile, header_bytes: int, hidden_bytes: int) -> None:
         """Moves the rows up where they don't end at a multiple of eight: possible only if their number was not known beforehand."""

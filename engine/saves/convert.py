@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from engine.errors import SaveError
 from engine.layers import LayerId
+from engine.saves.chunk import RowChunk
+from engine.saves.selection import IntArray
 from engine.saves.spec import SaveDtype
 
 STORED_TYPES: dict[SaveDtype, torch.dtype] = {
@@ -19,17 +20,6 @@ STORED_TYPES: dict[SaveDtype, torch.dtype] = {
 }
 FLOAT8_MAX = 448.0
 SMALLEST_SCALE = 1e-12
-
-
-class PagedRows(Protocol):
-    """Consecutive positions whose rows lie in pages: `pages[layer][block]`, see `RowChunk`."""
-
-    @property
-    def position(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def pages(self) -> Sequence[Sequence[int]]: ...
 
 
 @dataclass
@@ -47,19 +37,16 @@ class Scratch:
         return buffer[:size].view(dtype).view(*shape)
 
 
-def gather(pages: torch.Tensor, rows: PagedRows, first: int, count: int, scratch: Scratch) -> torch.Tensor:
-    """Rows `first … first + count - 1` of a chunk, layers interleaved: `[count, layers, width]` in the compute dtype.
+def gather(pages: torch.Tensor, chunk: RowChunk, positions: IntArray, scratch: Scratch) -> torch.Tensor:
+    """The chunk's rows of these positions, layers interleaved: `[positions, layers, width]` in the compute dtype.
 
     `pages` is `[num_pages, page_size, width]`. One indexed copy that reads nothing but the rows asked for.
     """
     page_size, width = pages.shape[1:]
-    positions = np.arange(rows.position + first, rows.position + first + count)
-    blocks = positions // page_size - rows.position // page_size
-    ids = np.asarray(rows.pages, dtype=np.int64)  # [layers, blocks]
-    index = (ids[:, blocks] * page_size + positions % page_size).T.reshape(-1)  # [count * layers]
-    gathered = scratch.tensor("gathered", (count * len(ids), width), pages.dtype)
-    torch.index_select(pages.view(-1, width), 0, torch.from_numpy(index), out=gathered)
-    return gathered.view(count, len(ids), width)
+    slots = chunk.slots(positions, page_size)  # [positions, layers]
+    gathered = scratch.tensor("gathered", (slots.size, width), pages.dtype)
+    torch.index_select(pages.view(-1, width), 0, torch.from_numpy(slots.reshape(-1)), out=gathered)
+    return gathered.view(*slots.shape, width)
 
 
 def to_stored(
@@ -141,9 +128,9 @@ class RunningMean:
         return (self.total / self.count).unsqueeze(0)
 
 
-def layer_and_position(layers: Sequence[LayerId], first_position: int) -> Callable[[int, int], str]:
-    """Names places in rows that begin at `first_position`."""
-    return lambda row, layer: f"layer {layers[layer]}, position {first_position + row}"
+def layer_and_position(layers: Sequence[LayerId], positions: IntArray) -> Callable[[int, int], str]:
+    """Names places in the rows of these positions."""
+    return lambda row, layer: f"layer {layers[layer]}, position {positions[row]}"
 
 
 def layer_of_mean(layers: Sequence[LayerId]) -> Callable[[int, int], str]:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import SaveError
+from engine.saves.selection import IntArray
 from engine.saves.spec import ClientTensor, SaveDtype
 
 ALIGNMENT = 8
@@ -97,5 +98,5 @@ def client_entry(name: str, tensor: ClientTensor) -> TensorEntry:
     return TensorEntry(name, _CLIENT_NAMES[tensor.dtype], (len(tensor.values),))
 
 
-def int64_tail(name: str, values: Sequence[int]) -> TailTensor:
+def int64_tail(name: str, values: IntArray | Sequence[int]) -> TailTensor:
     return TailTensor(TensorEntry(name, "I64", (len(values),)), np.asarray(values, dtype="<i8"))

@@ -5,86 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from engine.errors import InvalidRequest, SaveError
+from engine.errors import SaveError
 from engine.layers import LayerId
+from engine.saves.selection import ALL_ROWS, RowSelection
 
 SaveDtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn"]
-Durability = Literal["none", "file", "full"]
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class RowSelection:
-    """Which rows of a sequence are kept: ascending disjoint `[start, end)` pairs, negatives from the end, None = to the end."""
-
-    pairs: tuple[tuple[int, int | None], ...] = ((0, None),)
-
-    @property
-    def everything(self) -> bool:
-        return self.pairs == ((0, None),)
-
-    @property
-    def lookback(self) -> int:
-        """How many rows at the end can change their membership while the sequence still grows."""
-        bounds = [bound for pair in self.pairs for bound in pair if bound is not None and bound < 0]
-        return max((-bound for bound in bounds), default=0)
-
-    def ranges(self, total: int) -> list[Range]:
-        """The kept ranges of a sequence of `total` rows: clamped, ascending, disjoint, never empty ones."""
-        kept: list[Range] = []
-        for start, end in self.pairs:
-            low = _clamp(start, total)
-            high = total if end is None else _clamp(end, total)
-            low = max(low, kept[-1][1]) if kept else low
-            if low < high:
-                kept.append((low, high))
-        return kept
-
-    def settled(self, at_least: int) -> tuple[int, list[Range]]:
-        """What is certain of a sequence that will have `at_least` rows or more.
-
-        Returns `(horizon, ranges)`: the membership of rows below `horizon` can't change any more; of those the `ranges` are kept.
-        Bounds counted from the end only move up, so a row further than `lookback` from it has been passed by all of them.
-        """
-        horizon = max(0, at_least - self.lookback)
-        kept = [(low, min(high, horizon)) for low, high in self.ranges(at_least)]
-        return horizon, [(low, high) for low, high in kept if low < high]
-
-    def validate(self, total: int | None, param: str = "positions") -> None:
-        """Raises `InvalidRequest` for pairs that are not ascending and disjoint, or out of range where `total` is known."""
-        if not self.pairs:
-            raise InvalidRequest(f"{param} must not be empty", param)
-        previous_end: int | None = 0
-        for start, end in self.pairs:
-            if total is not None:
-                for bound in (start, end):
-                    if bound is not None and not -total <= bound <= total:
-                        raise InvalidRequest(f"{param} holds {bound}, out of range for {total} positions", param)
-                low, high = _clamp(start, total), total if end is None else _clamp(end, total)
-                _check_order(previous_end or 0, low, high, (start, end), param)
-                previous_end = high
-                continue
-            same_side = end is not None and (start < 0) == (end < 0)
-            if same_side and end is not None and end <= start:
-                raise InvalidRequest(f"{param} holds [{start}, {end}], which is empty", param)
-            if previous_end is None or ((previous_end < 0) == (start < 0) and start < previous_end):
-                raise InvalidRequest(f"{param} must be ascending and disjoint, [{start}, {end}] is not", param)
-            previous_end = end
-
-
-def _clamp(bound: int, total: int) -> int:
-    return max(0, min(total, bound if bound >= 0 else total + bound))
-
-
-def _check_order(previous_end: int, low: int, high: int, pair: tuple[int, int | None], param: str) -> None:
-    if low >= high:
-        raise InvalidRequest(f"{param} holds [{pair[0]}, {pair[1]}], which is empty", param)
-    if low < previous_end:
-        raise InvalidRequest(f"{param} must be ascending and disjoint, [{pair[0]}, {pair[1]}] is not", param)
-
-
-ALL_ROWS = RowSelection()
-LAST_ROW = RowSelection(((-1, None),))
 
 
 @dataclass(frozen=True)

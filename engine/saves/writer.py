@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from engine.config import Checksum
+from engine.config import Checksum, Durability
 from engine.device.threads import keep_to_one_compute_thread
 from engine.errors import EngineUnavailable, SaveError
 from engine.saves.builder import FileBuilder, WriterOptions
@@ -19,7 +19,7 @@ from engine.saves.digest import new_digest
 from engine.saves.file import disk_error
 from engine.saves.job import Operation, SaveJob
 from engine.saves.patience import TryLater
-from engine.saves.spec import Durability, SavedFile, SaveEvent, SaveSpec
+from engine.saves.spec import SavedFile, SaveEvent, SaveSpec
 
 __all__ = ["RowChunk", "SaveEnd", "SaveJob", "SaveWriter"]
 

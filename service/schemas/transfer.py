@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from engine.errors import InvalidRequest
-from engine.saves.spec import ALL_ROWS, LAST_ROW, ClientTensor, RowSelection
+from engine.saves.selection import ALL_ROWS, LAST_ROW, RowSelection
+from engine.saves.spec import ClientTensor
 from service.records import MAX_TTL_SECONDS
 from service.schemas.fields import Body, Text, checked_text, is_integer, is_number, shown
 

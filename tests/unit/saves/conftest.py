@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
 from engine.layers import LayerId
-from engine.saves.spec import ALL_ROWS, RowSelection, SaveEvent, SaveSpec
+from engine.saves.selection import ALL_ROWS, Range, RowSelection
+from engine.saves.spec import SaveEvent, SaveSpec
 from engine.saves.writer import RowChunk, SaveEnd, SaveJob, SaveWriter
 
 METADATA = {
@@ -97,28 +99,30 @@ class Bench:
         return job
 
     def chunk(self, rows: torch.Tensor, position: int) -> RowChunk:
+        """Rows of consecutive positions, see `chunk_of`."""
+        return self.chunk_of(rows, [(position, position + len(rows))])
+
+    def chunk_of(self, rows: torch.Tensor, ranges: Sequence[Range]) -> RowChunk:
         """Puts `[rows, layers, width]` into pages of their own. All else in them is NaN, and once released they are NaN throughout."""
         number, self.chunks_made = self.chunks_made, self.chunks_made + 1
-        first_block = position // self.page_size
-        num_blocks = (position + len(rows) - 1) // self.page_size - first_block + 1
+        positions = [position for low, high in ranges for position in range(low, high)]
+        blocks = sorted({position // self.page_size for position in positions})
         with self.pages_came_back:
-            self.pages_came_back.wait_for(lambda: len(self.free_pages) >= num_blocks * rows.shape[1])
-            pages = [[self.free_pages.pop() for _ in range(num_blocks)] for _ in range(rows.shape[1])]
-        for index, row in enumerate(rows):
-            block, slot = divmod(position + index, self.page_size)
-            for layer, ids in enumerate(pages):
-                self.pages[ids[block - first_block], slot] = row[layer]
+            self.pages_came_back.wait_for(lambda: len(self.free_pages) >= len(blocks) * rows.shape[1])
+            pages = {block: [self.free_pages.pop() for _ in range(rows.shape[1])] for block in blocks}
+        for position, row in zip(positions, rows, strict=True):
+            self.pages[pages[position // self.page_size], position % self.page_size] = row
 
         def release() -> None:
             self.releases[number] += 1
             self.releasing_threads.add(threading.current_thread().name)
             with self.pages_came_back:
-                for ids in pages:
+                for ids in pages.values():
                     self.pages[ids] = float("nan")
                     self.free_pages.extend(ids)
                 self.pages_came_back.notify_all()
 
-        return RowChunk(position, len(rows), pages, release)
+        return RowChunk(ranges, np.array(blocks), np.array([*pages.values()]), release)
 
     def save_all(self, rows: torch.Tensor, job: SaveJob, step: int = 3, *, end_later: bool = False) -> None:
         """Hands in all rows of a sequence, `step` at a time, and the end: `end_later`, once the rows have been written."""

@@ -14,7 +14,8 @@ import torch
 import xxhash
 
 from engine.saves.digest import RunningDigest
-from engine.saves.spec import ClientTensor, RowSelection, SavedFile
+from engine.saves.selection import RowSelection
+from engine.saves.spec import ClientTensor, SavedFile
 from engine.saves.writer import SaveEnd
 
 if TYPE_CHECKING:

@@ -5,13 +5,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from engine.errors import ConfigError, EngineUnavailable, SaveError
-from engine.saves.spec import ClientTensor, RowSelection, SavedFile, SaveEvent
+from engine.saves.selection import RowSelection
+from engine.saves.spec import ClientTensor, SavedFile, SaveEvent
 from engine.saves.writer import SaveEnd, SaveWriter
 
 if TYPE_CHECKING:
@@ -251,6 +253,40 @@ def test_rows_that_come_twice_are_never_published(bench: "Bench", target: "Targe
     job.append(bench.chunk(bench.rows(4), 0))
     job.append(bench.chunk(bench.rows(4), 2))
     expect_nothing_left(bench, target, "engine_error")
+
+
+@pytest.mark.parametrize("ranges", [[(4, 6), (2, 4)], [(0, 3), (2, 5)], [(3, 3)], []])
+def test_ranges_out_of_order_are_never_published(bench: "Bench", target: "Target", ranges: list[tuple[int, int]]) -> None:
+    job = bench.begin(bench.spec(target), num_rows=None, max_rows=20)
+    chunk = bench.chunk(bench.rows(8), 0)
+    job.append(replace(chunk, ranges=ranges))
+    expect_nothing_left(bench, target, "engine_error")
+
+
+def test_rows_without_their_pages_are_never_published(bench: "Bench", target: "Target") -> None:
+    """Positions 0 to 3 and 8 to 11 have pages; those between would else be read from a neighbour's."""
+    for number, ranges in enumerate([[(0, 5)], [(7, 12)], [(12, 13)]]):
+        job = bench.begin(bench.spec(target, save_id=f"{number}"), num_rows=None, max_rows=20)
+        job.append(replace(bench.chunk_of(bench.rows(8), [(0, 4), (8, 12)]), ranges=ranges))
+        event = bench.wait_for_end(f"{number}")
+        assert (event.status, event.error and event.error.code) == ("failed", "engine_error")
+        assert "came without their pages" in str(event.error)
+    assert bench.names() == []
+
+
+def test_rows_with_the_pages_of_too_few_layers_are_never_published(bench: "Bench", target: "Target") -> None:
+    job = bench.begin(bench.spec(target, layers=(1, 2, 3)), num_rows=None, max_rows=20)
+    job.append(bench.chunk(bench.rows(4, layers=2), 0))
+    expect_nothing_left(bench, target, "engine_error")
+
+
+def test_a_bad_value_in_one_of_many_ranges_is_named_by_its_position(bench: "Bench", target: "Target") -> None:
+    job = bench.begin(bench.spec(target, layers=(2, "norm")), num_rows=None, max_rows=40)
+    rows = bench.rows(6)
+    rows[4, 1, 3] = float("nan")
+    job.append(bench.chunk_of(rows, [(3, 5), (9, 10), (20, 21), (31, 33)]))
+    event = expect_nothing_left(bench, target, "non_finite")
+    assert str(event.error) == "the hidden state of layer norm, position 31 holds nan"
 
 
 def test_metadata_that_is_no_text_fails_only_its_save(bench: "Bench", target: "Target") -> None:

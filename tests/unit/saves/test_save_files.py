@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.saves.inspect import inspect_file
-from engine.saves.spec import ALL_ROWS, ClientTensor, RowSelection
+from engine.saves.selection import ALL_ROWS, RowSelection
+from engine.saves.spec import ClientTensor
 from engine.saves.writer import SaveEnd
 
 if TYPE_CHECKING:
@@ -93,10 +94,12 @@ def saves(draw: st.DrawFn, width: int) -> dict[str, object]:
     total = draw(st.integers(1, 60))
     selection = draw(selections(total))
     cuts = draw(st.sets(st.integers(0, total)))
-    chunks = []
+    ranges = []
     for low, high in selection.ranges(total):
         edges = sorted({low, high, *(cut for cut in cuts if low < cut < high)})
-        chunks += list(itertools.pairwise(edges))
+        ranges += list(itertools.pairwise(edges))
+    ends = draw(st.sets(st.integers(1, len(ranges)))) if ranges else set()
+    chunks = [ranges[low:high] for low, high in itertools.pairwise(sorted({0, len(ranges), *ends}))]
     layers = draw(st.integers(1, 3))
     seed = draw(st.integers(0, 2**31))
     rows = np.random.default_rng(seed).standard_normal((total, layers, width), dtype=np.float32)
@@ -167,7 +170,8 @@ def run(bench: "Bench", wanted: list[dict], data: st.DataObject) -> None:
         if part is None:
             jobs[number].finish(end_of(save))
         else:
-            jobs[number].append(bench.chunk(save["rows"][part[0] : part[1]], part[0]))
+            positions = [position for low, high in part for position in range(low, high)]
+            jobs[number].append(bench.chunk_of(save["rows"][positions], part))
 
 
 def positions_of(save: dict) -> list[int]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from engine.saves.header import read_header
 from engine.saves.inspect import inspect_file
-from engine.saves.spec import RowSelection
+from engine.saves.selection import RowSelection
 from engine.saves.writer import SaveEnd
 
 if TYPE_CHECKING:
