@@ -30,8 +30,9 @@ RETRY_SECONDS = 60.0
 """After a file that has expired could not be removed."""
 PAGE = 500
 PURGED_AT_ONCE = 10_000
-REST = 10.0
-"""A sweep asked for by a refused request runs only if the one before is over for so many times its duration."""
+REST = 3.0
+"""A sweep that requests ask for begins so many times the last one's duration after its end: however many ask, a quarter of the time at most
+goes into it. They wait for it."""
 
 
 @dataclass
@@ -52,7 +53,11 @@ class Reaper:
     now: Callable[[], float] = time.time
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
     _sweeping: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _next_recount: float = 0.0
+    _begun: int = 0
+    """Sweeps so far."""
+    _completed: int = 0
+    """The number of the last one that came to its end."""
+    _rested: float = 0.0
     _retry_at: dict[str, float] = field(default_factory=dict)
     _running: "asyncio.Task[None] | None" = None
 
@@ -78,7 +83,7 @@ class Reaper:
             for job in jobs:
                 if time.monotonic() >= job.due and not self._closing.is_set():
                     await self._attempt(job)
-            await self._pause()
+            await self._pause(TICK_SECONDS)
 
     async def _attempt(self, job: _Job) -> None:
         try:
@@ -87,9 +92,11 @@ class Reaper:
             log.exception("cleaning up has failed and will be tried again")
         job.due = time.monotonic() + job.every_seconds
 
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), TICK_SECONDS)
+    async def _pause(self, seconds: float) -> None:
+        """Ends early where the service does."""
+        if seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def look(self) -> None:
         await asyncio.to_thread(self.space.look)
@@ -122,10 +129,15 @@ class Reaper:
         return True
 
     async def recount(self) -> None:
-        """A sweep, unless there was one just now: so that room which clients have made is seen at once, however many ask for it."""
+        """Returns after a sweep that began later than the call: all room that clients had made by then has been seen.
+
+        Those who ask at the same time share a sweep.
+        """
+        asked_after = self._begun
         await self.expire()
         async with self._sweeping:
-            if time.monotonic() >= self._next_recount:
+            if self._completed <= asked_after:
+                await self._pause(self._rested - time.monotonic())
                 await self._sweep()
 
     async def sweep(self) -> None:
@@ -135,6 +147,7 @@ class Reaper:
 
     async def _sweep(self) -> None:
         started, after = time.monotonic(), 0
+        self._begun += 1
         while not self._closing.is_set():
             records, after = await asyncio.wrap_future(self.registry.completed(after, PAGE))
             changes = await asyncio.to_thread(self._look_at, records)
@@ -142,8 +155,9 @@ class Reaper:
             await asyncio.gather(*(asyncio.wrap_future(update) for update in updates))
             if len(records) < PAGE:
                 break
+        self._completed = self._begun
         ended = time.monotonic()
-        self._next_recount = ended + REST * (ended - started)
+        self._rested = ended + REST * (ended - started)
 
     def _look_at(self, records: Sequence[SaveRecord]) -> dict[str, float | None]:
         """What has changed: when a file was found to be gone, None for one that is there again."""

@@ -31,7 +31,7 @@ def client_python(pytestconfig: pytest.Config) -> ClientPython:
 
 def service_arguments(model: Path, directory: Path, *changes: str) -> list[str]:
     known = ["--port", "0", "--model", str(model), "--save-root", str(directory / "saves"), "--state-dir", str(directory / "state")]
-    return [*known, "--kv-cache-tokens", "16384", "--state-cache-memory", "256MiB", "--threads", "2", *changes]
+    return [*known, "--kv-cache-tokens", "16384", "--state-cache-memory", "256MiB", "--threads", "1", *changes]
 
 
 @pytest.fixture(scope="session")

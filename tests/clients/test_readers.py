@@ -47,7 +47,7 @@ print(json.dumps({"read": read_bytes() - bytes_before, "memory": own_memory() - 
 def saved(service: ServiceProcess, prompt: list[int], **params: Any) -> str:  # noqa: ANN401 - any JSON value
     """The path of a new file with the states of the prompt."""
     body = {"prompt": prompt, "max_tokens": 0, "kv_transfer_params": params}
-    response = httpx.post(f"{service.url}/v1/completions", json=body, timeout=120, trust_env=False)
+    response = httpx.post(f"{service.url}/v1/completions", json=body, timeout=None, trust_env=False)
     assert response.status_code == 200, response.text
     path: str = response.json()["kv_transfer_params"]["hidden_states_path"]
     return path

@@ -34,7 +34,7 @@ def cleanup_hidden_states(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def http(extracting_service: ServiceProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=extracting_service.url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=extracting_service.url, timeout=None, trust_env=False) as client:
         yield client
 
 

@@ -23,24 +23,10 @@ from tests.container.docker import GROUP, ROOT, SMALL, USER, Container, Docker, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from _pytest.terminal import TerminalReporter
-
 HERE = Path(__file__).parent
 UNAVAILABLE = 69
 """How `scripts/with-docker` ends where there can't be a daemon."""
 IMAGE, PROMETHEUS_IMAGE = "strata-test", "strata-test-prometheus"
-
-
-def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
-    """Says loudly what was not tested: a line among a thousand is overlooked."""
-    reasons = {
-        str(report.longrepr[2]).removeprefix("Skipped: ")
-        for report in terminalreporter.stats.get("skipped", [])
-        if str(HERE.relative_to(ROOT)) in report.nodeid and isinstance(report.longrepr, tuple)
-    }
-    for reason in sorted(reasons):
-        terminalreporter.section("THE CONTAINER IMAGE WAS NOT TESTED", red=True, bold=True)
-        terminalreporter.line(reason)
 
 
 def unavailable(reason: str) -> None:

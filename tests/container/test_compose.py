@@ -64,7 +64,7 @@ def test_what_the_container_may_take_is_bounded(stack: Container) -> None:
 
 
 def query(url: str, expression: str) -> list[float]:
-    found = httpx.get(f"{url}/api/v1/query", params={"query": expression}).raise_for_status().json()
+    found = httpx.get(f"{url}/api/v1/query", params={"query": expression}, timeout=None).raise_for_status().json()
     return [float(series["value"][1]) for series in found["data"]["result"]]
 
 
@@ -81,7 +81,7 @@ def test_prometheus_answers_a_query_over_our_metrics(stack: Container, answer: d
 
 def test_prometheus_has_taken_the_alerts(stack: Container, prometheus_url: str) -> None:
     def rules() -> list[dict[str, Any]]:
-        groups = httpx.get(f"{prometheus_url}/api/v1/rules").raise_for_status().json()["data"]["groups"]
+        groups = httpx.get(f"{prometheus_url}/api/v1/rules", timeout=None).raise_for_status().json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
     wait_until(lambda: all(rule["health"] != "unknown" for rule in rules()), "an evaluation of the alerts")

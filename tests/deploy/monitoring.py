@@ -89,7 +89,7 @@ class Prometheus:
     url: str
 
     def get(self, path: str, **query: str) -> Any:  # noqa: ANN401 - any JSON value
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=query, trust_env=False, timeout=60)
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=query, trust_env=False, timeout=None)
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 
@@ -136,7 +136,7 @@ def running_prometheus(target: str, place: Path) -> Iterator[Prometheus]:
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
             prometheus = Prometheus(f"http://{found[1]}")
-            while httpx.get(f"{prometheus.url}/-/ready", trust_env=False).status_code != 200:
+            while httpx.get(f"{prometheus.url}/-/ready", trust_env=False, timeout=None).status_code != 200:
                 time.sleep(0.05)
             yield prometheus
         finally:

@@ -22,7 +22,7 @@ EXAMPLES = re.findall(r"```(sh|python)\n(.*?)```\n(?:\n```json\n(.*?)```)?", PAG
 def service(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     directory = tmp_path_factory.mktemp("docs")
     arguments = ["--model", str(smollm2_folder), "--served-model-name", "SmolLM2-135M-Instruct", "--state-dir", str(directory / "state")]
-    arguments += ["--port", "0", "--save-root", str(directory / "saves"), "--threads", "2", "--kv-cache-tokens", "8192"]
+    arguments += ["--port", "0", "--save-root", str(directory / "saves"), "--threads", "1", "--kv-cache-tokens", "8192"]
     with ServiceProcess([*arguments, "--state-cache-memory", "256MiB"], cwd=directory) as running:
         yield running
 

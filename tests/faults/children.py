@@ -107,7 +107,7 @@ class Child:
 @contextmanager
 def running(arguments: Sequence[str]) -> Iterator[Child]:
     """`strata serve` as a child, ready."""
-    with ServiceProcess(arguments) as service, httpx.Client(base_url=service.url, timeout=120, trust_env=False) as client:
+    with ServiceProcess(arguments) as service, httpx.Client(base_url=service.url, timeout=None, trust_env=False) as client:
         yield Child(service, client)
 
 

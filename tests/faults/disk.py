@@ -34,6 +34,8 @@ SITES = (
 LAYOUT = f"=1024s256sqq8i{len(SITES)}i"
 NO_SITE = -1
 FOR_EVER = -1
+HANGING_SECONDS = -1e-6
+"""A delay that ends with the next change: a disk that hangs for as long as a test wants."""
 
 
 class FaultyDisk:
@@ -63,7 +65,7 @@ class FaultyDisk:
         carried_out: bool = False,
     ) -> None:
         """From the `nth` call of `site` on, `times` of them answer with `error`, come late or write less than they should."""
-        self._write(match=match, delay_us=int(delay_seconds * 1e6))
+        self._write(match=match, delay_us=round(delay_seconds * 1e6))
         rest = (nth, times, error, short_bytes, int(carried_out), 0, 0)
         # The site last: it is what arms the others.
         struct.pack_into("=7i", self._memory, struct.calcsize("=1024s256sqqi"), *rest)

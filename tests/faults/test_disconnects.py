@@ -62,7 +62,7 @@ class Leaver:
 
     def run(self, url: str) -> None:
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
+        with socket.create_connection((host, int(port))) as connection:
             content = json.dumps(self.body).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
             request = head.encode() + content

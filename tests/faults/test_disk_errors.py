@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.faults.children import Child, check_file, check_nothing_is_left, check_records, flags
-from tests.faults.disk import FOR_EVER, FaultyDisk, faulty_disk, name_of
+from tests.faults.disk import FOR_EVER, HANGING_SECONDS, FaultyDisk, faulty_disk, name_of
 
 EVERYTHING = os.environ.get("STRATA_TEST_DISK_ERRORS") == "all"
 PROMPT = "The quick brown fox jumps over the lazy dog, and over all that stands in its way. " * 2
@@ -269,12 +269,12 @@ def test_a_link_that_appears_under_the_name_is_neither_followed_nor_replaced(car
     """And the temporary file goes, though removing it fails twice."""
     name = next(careful.names)
     with ThreadPoolExecutor() as pool:
-        careful.disk.fail("pwrite", nth=2, delay_seconds=0.5)
+        careful.disk.fail("pwrite", nth=2, delay_seconds=HANGING_SECONDS)
         running = pool.submit(careful.save, name)
         while not careful.disk.fired:
             assert not running.done()
-        careful.disk.fail("unlinkat", errno.EIO, match=".part", times=2)
         (careful.root / name).symlink_to(careful.root.parent / "outside")
+        careful.disk.fail("unlinkat", errno.EIO, match=".part", times=2)
         refused(careful, running.result(), 409, "conflict")
     assert careful.disk.fired == 2
     assert not (careful.root.parent / "outside").exists()

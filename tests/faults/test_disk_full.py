@@ -36,7 +36,7 @@ class FullDisk:
         prompt = "".join(random.Random(number).choices("abcdefgh ", k=prompt_length))
         wanted = {"layers": LAYERS, "hidden_states_path": f"{number % 5}/", "include_output_tokens": True}
         # A connection of its own: the pool of one client is not made for so many threads.
-        with httpx.Client(base_url=self.child.service.url, timeout=300, trust_env=False, verify=False) as client:
+        with httpx.Client(base_url=self.child.service.url, timeout=None, trust_env=False, verify=False) as client:
             return Child(self.child.service, client).complete(prompt=prompt, max_tokens=20, kv_transfer_params=wanted | transfer)
 
     def check(self) -> None:

@@ -35,7 +35,8 @@ from tests.faults.children import (
 
 KILLS = number_from_environment("STRATA_TEST_KILLS", 8)
 NUM_CLIENTS = 6
-LONGEST_RUN_SECONDS = 0.8
+MOST_ANSWERS = 24
+LONGEST_DELAY_SECONDS = 0.05
 Body = dict[str, Any]
 
 
@@ -65,7 +66,7 @@ class LoadingClient:
     """Sends requests of all kinds one after the other until the service is gone. Nobody else writes to its paths."""
 
     def __init__(self, url: str, number: int, ledger: Ledger, seed: int) -> None:
-        self._client = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        self._client = httpx.Client(base_url=url, timeout=None, trust_env=False)
         self._folder = f"client-{number}"
         self._ledger = ledger
         self._random = random.Random(seed)
@@ -158,11 +159,15 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def kill_under_load(child: Child, ledger: Ledger, seconds: float, seed: int) -> None:
+def kill_under_load(child: Child, ledger: Ledger, num_answers: int, seconds: float, seed: int) -> None:
+    """Kills the service some time after so many saves have been acknowledged."""
+    enough = ledger.count + num_answers
     clients = [LoadingClient(child.service.url, number, ledger, seed * NUM_CLIENTS + number) for number in range(NUM_CLIENTS)]
     threads = [threading.Thread(target=client.run) for client in clients]
     for thread in threads:
         thread.start()
+    while ledger.count < enough and any(thread.is_alive() for thread in threads):
+        time.sleep(0.001)
     time.sleep(seconds)
     child.kill()
     for thread in threads:
@@ -225,7 +230,7 @@ def test_a_kill_at_any_moment_loses_and_tears_nothing(
             with running(arguments) as child:
                 statuses = check_promises(child, ledger, root, state)
                 repeat_unanswered(child, ledger)
-                kill_under_load(child, ledger, moments.uniform(0.02, LONGEST_RUN_SECONDS), number)
+                kill_under_load(child, ledger, moments.randint(0, MOST_ANSWERS), moments.uniform(0.0, LONGEST_DELAY_SECONDS), number)
     with running(arguments) as child:
         ledger.new = list(ledger.saves)
         statuses = check_promises(child, ledger, root, state)
@@ -257,7 +262,7 @@ def test_a_kill_between_a_lock_and_its_record_leaves_nothing_after_a_start(model
         url = dying.stdout.readline().split()[-1]
         body = {"prompt": "Hello", "max_tokens": 1, "kv_transfer_params": {"hidden_states_path": "dir/x.safetensors"}}
         with pytest.raises(httpx.TransportError):
-            httpx.post(f"{url}/v1/completions", json=body, timeout=120, trust_env=False)
+            httpx.post(f"{url}/v1/completions", json=body, timeout=None, trust_env=False)
     assert dying.returncode == -signal.SIGKILL
     lock, others = root / "dir/x.safetensors.lock", [root / "dir/y.lock", root / "dir/z.lock"]
     assert lock.exists()

@@ -101,22 +101,26 @@ class Service:
         content = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         host, port = self.url.removeprefix("http://").split(":")
-        connection = socket.create_connection((host, int(port)), timeout=20)
+        connection = socket.create_connection((host, int(port)))
         connection.sendall(head.encode() + content)
         return connection
 
     def new_path(self) -> str:
         return next(self.paths)
 
-    def record(self, save_id: str, wait: float = 20) -> dict[str, Any]:
-        response = self.client.get(f"/saves/{save_id}", params={"wait": wait})
-        assert response.status_code == 200, response.text
-        record: dict[str, Any] = response.json()
-        return record
+    def record(self, save_id: str, wait: float | None = None) -> dict[str, Any]:
+        """Of a save that has ended, or after some seconds of waiting for that."""
+        while True:
+            response = self.client.get(f"/saves/{save_id}", params={"wait": 60 if wait is None else wait})
+            assert response.status_code == 200, response.text
+            record: dict[str, Any] = response.json()
+            if wait is not None or record["status"] not in ("queued", "running", "writing"):
+                return record
 
     def settled(self) -> None:
         """Waits until the engine holds nothing, so that what a request has left behind can be looked at."""
-        assert self.runtime.services(for_new_work=False).engine.wait_idle(20)
+        while not self.runtime.services(for_new_work=False).engine.wait_idle(1):
+            pass
 
 
 def make_tokenizer() -> Tokenizer:
@@ -168,7 +172,7 @@ def running_service(
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     runtime.on_fatal = lambda: setattr(server, "should_exit", True)
     try:
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=url, timeout=None, trust_env=False) as client:
             while until_ready and client.get("/health").json()["status"] == "starting":
                 assert not (app.state.start.done() and app.state.start.exception()), app.state.start.exception()
             yield Service(url, client, runtime, settings.save_root[0].resolve(), str(settings.served_model_name))

@@ -133,7 +133,7 @@ def test_a_hang_up_signal_reads_the_keys_again(services: Services, keys: Keys) -
     with ServiceProcess([*services.flags(), "--api-keys-file", str(keys.path)], on_line=lines.append) as process:
 
         def status(key: str) -> int:
-            return httpx.get(f"{process.url}/saves", headers=bearer(key), trust_env=False).status_code
+            return httpx.get(f"{process.url}/saves", headers=bearer(key), trust_env=False, timeout=None).status_code
 
         def reload(text: str, answer: str) -> None:
             keys.write(text)

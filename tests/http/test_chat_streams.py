@@ -123,7 +123,6 @@ def slow_reader(service: Service, body: dict[str, Any]) -> socket.socket:
     host, port = service.url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(60)
     connection.connect((host, int(port)))
     content = json.dumps(body).encode()
     lines = [

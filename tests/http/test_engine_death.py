@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from engine.execution.batch import Batch
-from engine.execution.runner import ModelRunner, StepResult
+from engine.execution.executor import LaunchedStep, StepExecutor
+from engine.scheduling.plan import Chunk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,8 +39,8 @@ def breaking(*arguments):
 """
 RUN = "from service.cli import main\nsys.exit(main(sys.argv[1:]))\n"
 WAYS = {
-    "the model": ("engine.execution.runner", "ModelRunner", "execute", "RuntimeError('the device is lost')"),
-    "the memory": ("engine.execution.runner", "ModelRunner", "execute", "MemoryError()"),
+    "the model": ("engine.execution.runner", "ModelRunner", "run", "RuntimeError('the device is lost')"),
+    "the memory": ("engine.execution.runner", "ModelRunner", "run", "MemoryError()"),
     "the scheduler": ("engine.scheduling.scheduler", "Scheduler", "schedule", "AssertionError('the books do not agree')"),
     "the pages": ("engine.capture.row_capture", "RowCapture", "commit", "AssertionError('the books do not agree')"),
     "the listener": ("service.collector", "EngineEvents", "on_step", "RuntimeError('no loop')"),
@@ -68,7 +68,7 @@ def child(services: Services, patch: str) -> Iterator[Child]:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
-            with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            with httpx.Client(base_url=url, timeout=None, trust_env=False) as client:
                 yield Child(process, client)
         finally:
             process.kill()
@@ -101,7 +101,7 @@ def test_when_the_engine_breaks_everybody_is_answered_and_the_process_ends_with_
         health = broken.client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "dead"})
         assert broken.post().status_code == 503
-        assert broken.process.wait(30) == 1
+        assert broken.process.wait() == 1
     with services.run() as service:
         records = service.client.get("/saves").json()["data"]
         assert {record["status"] for record in records} <= {"failed", "cancelled"}
@@ -110,14 +110,14 @@ def test_when_the_engine_breaks_everybody_is_answered_and_the_process_ends_with_
 
 def stumble_over_prompts_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step fails that a prompt of eight tokens, "Goodbye", is part of."""
-    execute = ModelRunner.execute
+    launch = StepExecutor.launch
 
-    def stumbles(runner: ModelRunner, batch: Batch) -> StepResult:
-        if any(len(chunk.sequence.request.prompt_token_ids) == 8 for chunk in batch.chunks):
+    def stumbles(executor: StepExecutor, planned: Sequence[Chunk], before: LaunchedStep | None = None) -> LaunchedStep:
+        if any(len(chunk.sequence.request.prompt_token_ids) == 8 for chunk in planned):
             raise RuntimeError("the model stumbled")
-        return execute(runner, batch)
+        return launch(executor, planned, before)
 
-    monkeypatch.setattr(ModelRunner, "execute", stumbles)
+    monkeypatch.setattr(StepExecutor, "launch", stumbles)
 
 
 def test_one_bad_request_hears_a_500_and_its_neighbours_their_text(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:

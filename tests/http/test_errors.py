@@ -7,8 +7,10 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import ModelRunner, StepOutput
+from engine.execution.step_input import StepInput
 from service.limits import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def test_a_number_too_large_for_json_is_400(service: Service) -> None:
 
 def test_a_body_that_is_announced_too_large_is_413(service: Service) -> None:
     host, port = service.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port))) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
         connection.sendall(head.encode())
         answer = b""
@@ -123,16 +125,16 @@ def test_an_unexpected_failure_is_500_without_details(service: Service, monkeypa
 
 def test_a_failing_step_fails_its_requests_only(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     with services.run() as service:
-        execute = ModelRunner.execute
+        run = ModelRunner.run
         failing = [True]
 
-        def fail_once(runner: ModelRunner, batch: object) -> object:
+        def fail_once(runner: ModelRunner, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
             if failing:
                 failing.pop()
                 raise RuntimeError("a kernel failed")
-            return execute(runner, batch)  # type: ignore[arg-type]  # a batch, whatever it is
+            return run(runner, step, sampled_before)
 
-        monkeypatch.setattr(ModelRunner, "execute", fail_once)
+        monkeypatch.setattr(ModelRunner, "run", fail_once)
         error = service.refused(500, kv_transfer_params={"hidden_states_path": "x.safetensors"})
         assert error["code"] == "engine_error"
         assert "kernel" not in json.dumps(error)

@@ -58,7 +58,7 @@ Run = Callable[..., AbstractContextManager[Logged]]
 def logged_service(services: Services, *flags: str) -> Iterator[Logged]:
     printed: list[str] = []
     with ServiceProcess([*services.flags(), *flags], on_line=printed.append) as process:
-        with httpx.Client(base_url=process.url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=process.url, timeout=None, trust_env=False) as client:
             yield Logged(client, process.url, printed)
         process.stop()
 
@@ -229,10 +229,10 @@ def test_a_save_that_fails_is_logged_with_its_ids(
 def test_a_step_that_raises_is_logged_with_the_ids_that_the_client_knows(
     services: Services, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: ModelRunner, batch: object) -> None:
+    def broken(self: ModelRunner, step: object, sampled_before: object = None) -> None:
         raise ValueError("no such kernel")
 
-    monkeypatch.setattr(ModelRunner, "execute", broken)
+    monkeypatch.setattr(ModelRunner, "run", broken)
     with services.run() as service, caplog.at_level(logging.ERROR):
         error = service.refused(500, request_id="unlucky", kv_transfer_params={})
     [record] = [record for record in caplog.records if record.getMessage().startswith("a step over")]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine.engine import Engine
 from engine.errors import SaveError
 from engine.saves import builder
 from service.exceptions import ServiceError
 from service.registry import Registry
+from tests.http.gate import LateStart
 from tests.http.test_operations import metrics_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.http.conftest import Service, Services
 
 
@@ -48,16 +45,10 @@ def failing_publication(monkeypatch: pytest.MonkeyPatch, code: Any, *, from_call
 
 
 def test_the_state_is_told_from_the_start(services: Services) -> None:
-    gate = threading.Event()
-
-    class LateEngine(Engine):
-        def start(self, progress: Callable[[int, int], None] | None = None) -> None:
-            gate.wait(20)
-            super().start(progress)
-
-    with services.run(LateEngine, until_ready=False) as service:
+    start = LateStart()
+    with services.run(start.engine, until_ready=False) as service, start:
         assert state_of(service) == {"strata_service_state{state=starting}"}
-        gate.set()
+        start.open.set()
         while service.client.get("/health").status_code != 200:
             pass
         assert state_of(service) == {"strata_service_state{state=ok}"}

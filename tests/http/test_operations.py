@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.engine import Engine
 from engine.layers import LAYER_CONVENTION
 from service.openapi import openapi_yaml
 from service.schemas.answers import CompletionAnswer, ErrorAnswer, ModelList, SaveAnswer, SaveList
+from tests.http.gate import LateStart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.http.conftest import Service, Services
 
 
@@ -57,6 +55,16 @@ def test_layers_of_the_settings_are_the_default(services: Services) -> None:
         service.refused(400, prompt=[1] * 65, max_tokens=1)
 
 
+def test_the_start_says_how_the_memory_is_shared_out(services: Services, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), services.run(block_size=16, state_page_size=64, max_batch_tokens=128, native_kernels="off"):
+        lines = [record.getMessage() for record in caplog.records]
+    rows = 16 * 2**20 // (64 * 32 * 4) * 64
+    assert f"the KV cache holds 4096 tokens in blocks of 16, the state cache {rows} rows in pages of 64, a step at most 128 tokens" in lines
+    [grown] = [line for line in lines if line.startswith("attention's own buffers can grow to ")]
+    assert grown.endswith(" MiB")
+    assert "CUDA graphs: attention sdpa on cpu has none" in lines
+
+
 def test_health_and_version_answer(service: Service) -> None:
     assert service.client.get("/health").json() == {"status": "ok"}
     assert service.client.get("/health/live").status_code == 200
@@ -64,21 +72,15 @@ def test_health_and_version_answer(service: Service) -> None:
 
 
 def test_before_the_model_is_loaded_health_is_503_and_requests_are_refused(services: Services) -> None:
-    gate = threading.Event()
-
-    class LateEngine(Engine):
-        def start(self, progress: Callable[[int, int], None] | None = None) -> None:
-            gate.wait(20)
-            super().start(progress)
-
-    with services.run(LateEngine, until_ready=False) as service:
+    start = LateStart()
+    with services.run(start.engine, until_ready=False) as service, start:
         health = service.client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "starting"})
         assert service.client.get("/health/live").status_code == 200
         assert service.refused(503)["code"] == "starting"
         assert service.client.get("/v1/models").status_code == 503
         assert service.client.get("/metrics").status_code == 200
-        gate.set()
+        start.open.set()
         while service.client.get("/health").status_code != 200:
             pass
         service.completed()
@@ -126,9 +128,14 @@ def test_answers_are_as_they_are_documented(service: Service) -> None:
         CompletionAnswer.model_validate(event)
 
 
-def test_openapi_yaml_is_what_the_code_says() -> None:
+@pytest.fixture(scope="module")
+def written() -> str:
+    return openapi_yaml()
+
+
+def test_openapi_yaml_is_what_the_code_says(written: str) -> None:
     stored = (Path(__file__).parents[2] / "openapi.yaml").read_text(encoding="utf-8")
-    assert stored == openapi_yaml(), "run `python -m service openapi > openapi.yaml`"
+    assert stored == written, "run `python -m service openapi > openapi.yaml`"
 
 
 @pytest.mark.parametrize(
@@ -145,5 +152,5 @@ def test_openapi_yaml_is_what_the_code_says() -> None:
         "/metrics",
     ],
 )
-def test_every_route_is_documented(path: str) -> None:
-    assert f"  {path}:\n" in openapi_yaml()
+def test_every_route_is_documented(path: str, written: str) -> None:
+    assert f"  {path}:\n" in written

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ import pytest
 import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.saves import builder
-from service import reaper
+from service import reaper, runtime
 from service.cli import main
+from service.reaper import Reaper
 from service.space import Need, Space
+from tests.http.gate import PublishingGate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,15 +58,35 @@ def has_status(service: Service, save_id: str, status: str) -> bool:
     return bool(service.record(save_id, wait=0)["status"] == status)
 
 
-def test_a_file_lives_as_long_as_the_request_says(services: Services) -> None:
+@dataclass
+class Clock:
+    """What services take for the time, which the test moves on."""
+
+    ahead_seconds: float = 0.0
+
+    def now(self) -> float:
+        return time.time() + self.ahead_seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of services whose reaper looks around all the time."""
+    made = Clock()
+    monkeypatch.setattr(runtime, "Reaper", partial(Reaper, now=made.now))
+    monkeypatch.setattr(reaper, "TICK_SECONDS", 0.01)
+    return made
+
+
+def test_a_file_lives_as_long_as_the_request_says(services: Services, clock: Clock) -> None:
     with services.run() as service:
-        short = save(service, ttl_seconds=0.5, hidden_states_path="d/short.st")
+        short = save(service, ttl_seconds=1000, hidden_states_path="d/short.st")
         long = save(service, ttl_seconds=3600, hidden_states_path="d/long.st")
         forever = save(service, hidden_states_path="d/forever.st")
         record = service.record(short["save_id"], wait=0)
         lifetime = datetime.fromisoformat(record["expires"]) - datetime.fromisoformat(record["finished"])
-        assert lifetime.total_seconds() == pytest.approx(0.5, abs=0.002)
+        assert lifetime.total_seconds() == pytest.approx(1000, abs=0.002)
         assert service.record(forever["save_id"], wait=0)["expires"] is None
+        clock.ahead_seconds = 1000
         until(lambda: has_status(service, short["save_id"], "expired"))
         names = {"long.st", "long.st.lock", "forever.st", "forever.st.lock"}
         assert {path.name for path in (service.root / "d").iterdir()} == names
@@ -76,35 +97,37 @@ def test_a_file_lives_as_long_as_the_request_says(services: Services) -> None:
         assert service.client.get(f"/saves/{short['save_id']}").status_code == 404
 
 
-def test_the_servers_ttl_is_for_requests_that_do_not_say(services: Services) -> None:
-    with services.run(ttl_seconds=0.3) as service:
+def test_the_servers_ttl_is_for_requests_that_do_not_say(services: Services, clock: Clock) -> None:
+    with services.run(ttl_seconds=1000) as service:
         mine, theirs = save(service, ttl_seconds=3600), save(service)
+        clock.ahead_seconds = 1000
         until(lambda: has_status(service, theirs["save_id"], "expired"))
         assert Path(mine["hidden_states_path"]).exists()
 
 
-def test_what_expires_while_no_service_runs_is_removed_by_the_next_one(services: Services) -> None:
+def test_what_expires_while_no_service_runs_is_removed_by_the_next_one(services: Services, clock: Clock) -> None:
     with services.run() as service:
-        transfer = save(service, ttl_seconds=0.6)
+        transfer = save(service, ttl_seconds=1000)
     path = Path(transfer["hidden_states_path"])
     assert path.exists()
-    time.sleep(0.6)
+    clock.ahead_seconds = 1000
     with services.run() as service:
         until(lambda: has_status(service, transfer["save_id"], "expired"))
         assert not path.exists()
 
 
-def test_only_the_saves_own_file_expires(services: Services) -> None:
+def test_only_the_saves_own_file_expires(services: Services, clock: Clock) -> None:
     with services.run() as service:
         victim = service.root.parent / "victim"
         victim.write_bytes(b"somebody else's")
-        linked, replaced, moved = (save(service, ttl_seconds=1, hidden_states_path=f"{number}/x.st") for number in range(3))
+        linked, replaced, moved = (save(service, ttl_seconds=1000, hidden_states_path=f"{number}/x.st") for number in range(3))
         paths = [Path(transfer["hidden_states_path"]) for transfer in (linked, replaced, moved)]
         paths[0].unlink()
         paths[0].symlink_to(victim)
         paths[1].unlink()
         paths[1].write_bytes(b"another one")
         away = paths[2].rename(service.root / "away")
+        clock.ahead_seconds = 1000
         for transfer in (linked, replaced, moved):
             until(partial(has_status, service, transfer["save_id"], "expired"))
         assert paths[0].is_symlink()
@@ -113,20 +136,23 @@ def test_only_the_saves_own_file_expires(services: Services) -> None:
         assert away.exists()
 
 
-def test_the_key_of_an_expired_save_computes_anew(services: Services) -> None:
+def test_the_key_of_an_expired_save_computes_anew(services: Services, clock: Clock) -> None:
     with services.run() as service:
-        params = {"idempotency_key": "once", "ttl_seconds": 0.3}
+        params = {"idempotency_key": "once", "ttl_seconds": 1000}
         first = save(service, **params)
+        clock.ahead_seconds = 1000
         until(lambda: has_status(service, first["save_id"], "expired"))
+        clock.ahead_seconds = 0
         second = save(service, **params)
         assert second["save_id"] != first["save_id"]
         assert Path(second["hidden_states_path"]).exists()
 
 
-def test_old_records_are_purged_and_their_files_stay(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaper, "SWEEP_SECONDS", 0.1)
-    with services.run(keep_records=0.4) as service:
+def test_old_records_are_purged_and_their_files_stay(services: Services, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper, "SWEEP_SECONDS", 0.01)
+    with services.run(keep_records=1000) as service:
         transfer = save(service)
+        clock.ahead_seconds = 1000
         until(lambda: service.client.get(f"/saves/{transfer['save_id']}").status_code == 404)
         assert Path(transfer["hidden_states_path"]).exists()
 
@@ -168,15 +194,16 @@ def test_a_full_quota_refuses_until_there_is_room_again(services: Services, make
         refused(service, "quota_exceeded")
 
 
-def test_a_file_that_expires_makes_room(services: Services) -> None:
+def test_a_file_that_expires_makes_room(services: Services, clock: Clock) -> None:
     with services.run(max_saved_bytes=ROOM) as service:
-        save(service, ttl_seconds=0.2)
-        time.sleep(0.2)
+        save(service, ttl_seconds=1000)
+        clock.ahead_seconds = 1000
         assert save(service)["status"] == "completed"
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_file_that_comes_back_counts_again(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaper, "SWEEP_SECONDS", 0.1)
+    monkeypatch.setattr(reaper, "SWEEP_SECONDS", 0.01)
     with services.run(max_saved_bytes=ROOM) as service:
         path = Path(save(service)["hidden_states_path"])
         size = path.stat().st_size
@@ -195,25 +222,10 @@ def test_the_quota_counts_files_of_the_service_before(services: Services) -> Non
         refused(service, "quota_exceeded")
 
 
-class Gate:
-    """Publishing waits at it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        self._publish = builder.publish_file
-        monkeypatch.setattr(builder, "publish_file", self._call)
-
-    def _call(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
-        self.reached.set()
-        self.open.wait(20)
-        self._publish(*arguments, **options)
-
-
 def test_running_saves_hold_what_they_may_need(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    with services.run(max_saved_bytes=ROOM) as service, ThreadPoolExecutor(1) as pool:
-        gate = Gate(monkeypatch)
+    with services.run(max_saved_bytes=ROOM) as service, ThreadPoolExecutor(1) as pool, PublishingGate(monkeypatch) as gate:
         first = pool.submit(save, service)
-        gate.reached.wait(20)
+        gate.reached.wait()
         assert 38_400 < metric(service, "strata_reserved_bytes")[0] < ROOM
         refused(service, "quota_exceeded")
         gate.open.set()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine.engine import Engine
 from service.app import create_app
 from service.pages import front_page
 from service.schemas.answers import Front
 from service.settings import Settings
+from tests.http.gate import LateStart
 
 if TYPE_CHECKING:
     from tests.http.conftest import Service, Services
@@ -87,19 +86,10 @@ def test_programs_get_json(service: Service) -> None:
 
 
 def test_the_page_tells_of_a_service_that_is_not_ready(services: Services) -> None:
-    gate = threading.Event()
-
-    class SlowEngine(Engine):
-        def start(self, *arguments: Any) -> None:  # noqa: ANN401 - passed on
-            gate.wait(60)
-            super().start(*arguments)
-
-    with services.run(SlowEngine, until_ready=False) as service:
-        try:
-            assert "starting" in page(service, "/").text
-            assert service.client.get("/").json()["model"] is None
-        finally:
-            gate.set()
+    start = LateStart()
+    with services.run(start.engine, until_ready=False) as service, start:
+        assert "starting" in page(service, "/").text
+        assert service.client.get("/").json()["model"] is None
 
 
 @pytest.mark.parametrize("status", ["ok", "starting", "draining", "dead", "stopped"])

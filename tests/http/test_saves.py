@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import threading
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from engine.saves import builder
 from engine.saves.patience import Patience
+from tests.http.gate import PublishingGate
 
 if TYPE_CHECKING:
     from tests.http.conftest import Service, Services
@@ -37,26 +37,18 @@ RECORD_FIELDS = {
 }
 
 
-class BlockedPublishing:
-    """Holds every publication until it is opened; then optionally fails those whose turn it is."""
+def fail_publication(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The disk is full when that file, counted from 1, is to get its name."""
+    publish, numbers = builder.publish_file, count(1)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: Collection[int] = ()) -> None:
-        self.gate = threading.Event()
-        self.reached = threading.Event()
-        self._failing, self._calls = failing, 0
-        self._publish = builder.publish_file
-        monkeypatch.setattr(builder, "publish_file", self._call)
-        # A full disk is tried again for some seconds; here it has failed for good.
-        monkeypatch.setattr(builder, "Patience", lambda seconds: Patience(0.0))
-
-    def _call(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
-        self._calls += 1
-        call = self._calls
-        self.reached.set()
-        self.gate.wait(20)
-        if call in self._failing:
+    def full_once(*arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
+        if next(numbers) == number:
             raise OSError(errno.ENOSPC, "no space")
-        self._publish(*arguments, **options)
+        publish(*arguments, **options)
+
+    monkeypatch.setattr(builder, "publish_file", full_once)
+    # A full disk is tried again for some seconds; here it has failed for good.
+    monkeypatch.setattr(builder, "Patience", lambda seconds: Patience(0.0))
 
 
 def transfer_of(answer: dict[str, Any]) -> dict[str, Any]:
@@ -100,12 +92,11 @@ def test_waiting_is_bounded(service: Service, wait: str) -> None:
 
 
 def test_waiting_holds_the_answer_until_the_save_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    publishing = BlockedPublishing(monkeypatch)
-    save_id = transfer_of(service.completed(kv_transfer_params={"wait": False}))["save_id"]
-    assert service.record(save_id, wait=0.05)["status"] == "writing"
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(service.record, save_id, 30)
-        publishing.gate.set()
+    with ThreadPoolExecutor(1) as pool, PublishingGate(monkeypatch) as gate:
+        save_id = transfer_of(service.completed(kv_transfer_params={"wait": False}))["save_id"]
+        assert service.record(save_id, wait=0.05)["status"] == "writing"
+        waiting = pool.submit(service.record, save_id)
+        gate.open.set()
         assert waiting.result()["status"] == "completed"
 
 
@@ -144,7 +135,7 @@ def test_bad_queries_are_refused_by_the_name_of_the_field(service: Service, quer
 
 
 def test_a_failed_save_fails_the_request_and_leaves_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    BlockedPublishing(monkeypatch, failing={1}).gate.set()
+    fail_publication(monkeypatch, 1)
     path = service.new_path()
     error = service.refused(507, kv_transfer_params={"hidden_states_path": path})
     assert error["code"] == "no_space"
@@ -154,13 +145,12 @@ def test_a_failed_save_fails_the_request_and_leaves_nothing(service: Service, mo
 
 
 def test_a_file_that_appears_meanwhile_is_a_conflict_and_stays(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    publishing = BlockedPublishing(monkeypatch)
     path = service.new_path()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, PublishingGate(monkeypatch) as gate:
         waiting = pool.submit(service.refused, 409, kv_transfer_params={"hidden_states_path": path})
-        publishing.reached.wait(20)
+        gate.reached.wait()
         (service.root / path).write_text("somebody else's")
-        publishing.gate.set()
+        gate.open.set()
         error = waiting.result()
     assert error["code"] == "conflict"
     assert (service.root / path).read_text() == "somebody else's"
@@ -168,12 +158,11 @@ def test_a_file_that_appears_meanwhile_is_a_conflict_and_stays(service: Service,
 
 
 def test_an_in_flight_path_is_a_conflict_even_for_a_replacement(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    publishing = BlockedPublishing(monkeypatch)
     path = service.new_path()
-    first = transfer_of(service.completed(kv_transfer_params={"hidden_states_path": path, "wait": False}))
-    error = service.refused(409, kv_transfer_params={"hidden_states_path": path, "on_conflict": "replace"})
-    assert error["code"] == "path_conflict"
-    publishing.gate.set()
+    with PublishingGate(monkeypatch):
+        first = transfer_of(service.completed(kv_transfer_params={"hidden_states_path": path, "wait": False}))
+        error = service.refused(409, kv_transfer_params={"hidden_states_path": path, "on_conflict": "replace"})
+        assert error["code"] == "path_conflict"
     assert service.record(first["save_id"])["status"] == "completed"
     assert not any(record["status"] == "failed" for record in service.client.get("/saves", params={"prefix": path}).json()["data"])
 
@@ -183,7 +172,7 @@ def test_if_one_of_several_saves_fails_all_files_are_removed(
     service: Service, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
     before = sorted(service.root.rglob("*"))
-    BlockedPublishing(monkeypatch, failing={2}).gate.set()
+    fail_publication(monkeypatch, 2)
     error = service.refused(507, **body, request_id="group", kv_transfer_params={})
     service.settled()
     assert sorted(service.root.rglob("*")) == before
@@ -193,25 +182,23 @@ def test_if_one_of_several_saves_fails_all_files_are_removed(
 
 
 def test_no_save_of_a_group_is_completed_before_all_are_published(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    publishing = BlockedPublishing(monkeypatch)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, PublishingGate(monkeypatch) as gate:
         waiting = pool.submit(service.completed, n=3, request_id="held", kv_transfer_params={})
-        publishing.reached.wait(20)
+        gate.reached.wait()
         records = service.client.get("/saves", params={"request_id": "held"}).json()["data"]
         assert not any(record["status"] == "completed" for record in records)
-        publishing.gate.set()
+        gate.open.set()
         answer = waiting.result()
     assert all(choice["kv_transfer_params"]["status"] == "completed" for choice in answer["choices"])
 
 
 def test_files_of_a_group_are_taken_back_when_the_client_leaves(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    with services.run() as service:
-        publishing = BlockedPublishing(monkeypatch)
+    with services.run() as service, PublishingGate(monkeypatch) as gate:
         with service.send(prompt="Hello", n=3, kv_transfer_params={}):
-            publishing.reached.wait(20)
+            gate.reached.wait()
         while 'outcome="aborted"} 1.0' not in service.client.get("/metrics").text:
             pass
-        publishing.gate.set()
+        gate.open.set()
         records = [service.record(record["id"]) for record in service.client.get("/saves").json()["data"]]
         assert len(records) == 3
         assert {record["status"] for record in records} <= {"failed", "cancelled"}
@@ -238,12 +225,11 @@ def test_a_repeated_key_with_another_body_is_a_conflict(service: Service) -> Non
 
 
 def test_a_repeated_key_waits_for_the_running_save(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    publishing = BlockedPublishing(monkeypatch)
     body = {"kv_transfer_params": {"idempotency_key": "running", "hidden_states_path": service.new_path()}}
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, PublishingGate(monkeypatch) as gate:
         answers = [pool.submit(service.completed, **body) for _ in range(3)]
-        publishing.reached.wait(20)
-        publishing.gate.set()
+        gate.reached.wait()
+        gate.open.set()
         results = [answer.result() for answer in answers]
     assert len({transfer_of(result)["save_id"] for result in results}) == 1
     assert len({result["choices"][0]["text"] for result in results}) == 1
@@ -272,7 +258,7 @@ def test_a_repeated_key_of_an_accepted_request_is_accepted_again(service: Servic
 
 
 def test_the_key_of_a_failed_save_can_be_used_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    BlockedPublishing(monkeypatch, failing={1}).gate.set()
+    fail_publication(monkeypatch, 1)
     body = {"kv_transfer_params": {"idempotency_key": "retry"}}
     service.refused(507, **body)
     assert transfer_of(service.completed(**body))["status"] == "completed"

@@ -17,6 +17,7 @@ from engine.errors import SaveError
 from engine.saves import builder
 from service import deletion, saved_files
 from service.auth import hashed_line, new_key
+from tests.http.gate import PublishingGate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,22 +26,6 @@ if TYPE_CHECKING:
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 FOREIGN = b"somebody else's"
-
-
-class Gate:
-    """Publishing waits at it, but for the first `free` files."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = 0) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        self._free, self._publish = free, builder.publish_file
-        monkeypatch.setattr(builder, "publish_file", self._call)
-
-    def _call(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
-        self._free -= 1
-        if self._free < 0:
-            self.reached.set()
-            self.open.wait(20)
-        self._publish(*arguments, **options)
 
 
 def saved(service: Service, **params: Any) -> tuple[str, Path]:  # noqa: ANN401 - fields of kv_transfer_params
@@ -120,10 +105,9 @@ def test_the_client_that_waits_for_a_cancelled_save_is_answered(services: Servic
 
 
 def test_a_save_that_is_just_being_published_is_removed_afterwards(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    save_id = service.completed(kv_transfer_params={"wait": False, "hidden_states_path": "late/x"})["kv_transfer_params"]["save_id"]
-    with ThreadPoolExecutor(1) as pool:
-        gate.reached.wait(20)
+    with ThreadPoolExecutor(1) as pool, PublishingGate(monkeypatch) as gate:
+        save_id = service.completed(kv_transfer_params={"wait": False, "hidden_states_path": "late/x"})["kv_transfer_params"]["save_id"]
+        gate.reached.wait()
         deleting = pool.submit(delete, service, save_id)
         time.sleep(0.1)
         assert not deleting.done()
@@ -135,21 +119,19 @@ def test_a_save_that_is_just_being_published_is_removed_afterwards(service: Serv
 
 def test_an_answer_does_not_wait_for_a_disk_that_hangs(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deletion, "ANSWER_SECONDS", 0.05)
-    gate = Gate(monkeypatch)
-    save_id = service.completed(kv_transfer_params={"wait": False, "hidden_states_path": "hangs/x"})["kv_transfer_params"]["save_id"]
-    gate.reached.wait(20)
-    assert delete(service, save_id) == 204
-    gate.open.set()
+    with PublishingGate(monkeypatch) as gate:
+        save_id = service.completed(kv_transfer_params={"wait": False, "hidden_states_path": "hangs/x"})["kv_transfer_params"]["save_id"]
+        gate.reached.wait()
+        assert delete(service, save_id) == 204
     while exists(service, save_id):
         pass
     assert list((service.root / "hangs").iterdir()) == []
 
 
 def test_one_choice_of_a_group_takes_the_others_with_it(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch, free=1)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, PublishingGate(monkeypatch, free=1) as gate:
         waiting = pool.submit(service.refused, 503, n=2, request_id="pair", kv_transfer_params={"hidden_states_path": "pair/"})
-        gate.reached.wait(20)
+        gate.reached.wait()
         while not list((service.root / "pair").glob("*.safetensors")):
             pass
         published = next((service.root / "pair").glob("*.safetensors"))

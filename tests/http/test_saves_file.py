@@ -264,7 +264,7 @@ def open_descriptors() -> int:
 
 def test_many_clients_read_one_file_at_once_and_no_descriptor_is_left(service: Service, small_pieces: None, file: File) -> None:
     def download(number: int) -> bytes:
-        with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=service.url, trust_env=False, timeout=None) as client:
             return client.get(file.url, headers={"Range": f"bytes={number}-"} if number else {}).content
 
     before = open_descriptors()
@@ -301,7 +301,7 @@ def test_two_downloads_of_different_files_do_not_mix(service: Service, small_pie
     barrier = threading.Barrier(6)
 
     def download(saved: File) -> bytes:
-        with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=service.url, trust_env=False, timeout=None) as client:
             barrier.wait()
             return client.get(saved.url).content
 

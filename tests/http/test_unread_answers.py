@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LIMITS = replace(DEFAULT_LIMITS, write_seconds=0.5, head_seconds=0.5)
 PIECES, PIECE = 2000, b"x" * 10_000  # more than any kernel takes for a connection
+PROTOCOLS = [AutoHTTPProtocol] if AutoHTTPProtocol is H11Protocol else [AutoHTTPProtocol, H11Protocol]
 TCP_ESTABLISHED = 1
 Loop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -56,7 +57,7 @@ def runner(request: pytest.FixtureRequest) -> asyncio.Runner:
     return asyncio.Runner(loop_factory=request.param)
 
 
-@pytest.fixture(params={AutoHTTPProtocol, H11Protocol}, ids=lambda protocol: protocol.__name__)
+@pytest.fixture(params=PROTOCOLS, ids=lambda protocol: protocol.__name__)
 def protocol(request: pytest.FixtureRequest) -> type[asyncio.Protocol]:
     chosen: type[asyncio.Protocol] = request.param
     return chosen

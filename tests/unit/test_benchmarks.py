@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -161,7 +160,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()
         self.active = self.most_active = 0
         self.bodies: list[dict[str, Any]] = []
         self.status = 200
@@ -173,12 +172,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
+        with self.server.changed:
             self.server.bodies.append(body)
             self.server.active += 1
             self.server.most_active = max(self.server.most_active, self.server.active)
-        time.sleep(0.02)
-        with self.server.lock:
+            self.server.changed.notify_all()
+            self.server.changed.wait_for(lambda: len(self.server.bodies) >= WORKLOAD.concurrency)  # the first waits for a second
             self.server.active -= 1
         answer: dict[str, Any] = {"choices": []}
         if "kv_transfer_params" in body:

@@ -3,8 +3,9 @@
 import asyncio
 import fcntl
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -172,19 +173,108 @@ def test_only_a_forgotten_lock_file_of_a_save_is_removed_after_a_day(world: Worl
     assert [path.exists() for path in (lock_of(forgotten), lock_of(held), lock_of(beside), foreign)] == [False, True, True, True]
 
 
-def test_a_recount_rests_between_sweeps_but_what_has_expired_always_goes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaper_module, "REST", 10**9)
-    record, expiring = world.add(1), world.add(2, expires=1005.0)
+def counted_sweeps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every page of records that is looked at."""
+    looks: list[int] = []
+    look_at = world.reaper._look_at
+
+    def look(records: Sequence[SaveRecord]) -> dict[str, float | None]:
+        looks.append(len(records))
+        return look_at(records)
+
+    monkeypatch.setattr(world.reaper, "_look_at", look)
+    return looks
+
+
+def test_a_recount_sees_what_was_removed_before_it_however_soon_after_the_last(world: World) -> None:
+    records, expiring = [world.add(number) for number in range(10)], world.add(10, expires=1005.0)
 
     async def run() -> None:
-        await world.reaper.recount()
-        path_of(record).unlink()
+        for record in records:
+            await world.reaper.recount()
+            path_of(record).unlink()
         world.clock[0] = 1006.0
         await world.reaper.recount()
 
     asyncio.run(run())
-    assert world.get(record).gone is None
+    assert all(world.get(record).gone is not None for record in records)
     assert world.get(expiring).status == "expired"
+
+
+def test_recounts_that_are_asked_for_at_once_share_a_sweep(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add(1)
+    looks = counted_sweeps(world, monkeypatch)
+
+    async def run() -> None:
+        await asyncio.gather(*(world.reaper.recount() for _ in range(100)))
+
+    asyncio.run(run())
+    assert len(looks) == 1
+
+
+def test_whoever_asks_while_a_sweep_runs_waits_for_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, looks = world.add(1), counted_sweeps(world, monkeypatch)
+
+    async def run() -> None:
+        loop, look_at = asyncio.get_running_loop(), world.reaper._look_at
+        others: list[asyncio.Task[None]] = []
+
+        def look_and_wait(records: Sequence[SaveRecord]) -> dict[str, float | None]:
+            changes = look_at(records)
+            if not others:  # it was still there when the sweep came by
+                path_of(record).unlink()
+                asyncio.run_coroutine_threadsafe(ask(), loop).result()
+            return changes
+
+        async def ask() -> None:
+            others.extend(loop.create_task(world.reaper.recount()) for _ in range(20))
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(world.reaper, "_look_at", look_and_wait)
+        await world.reaper.recount()
+        await asyncio.gather(*others)
+
+    asyncio.run(run())
+    assert world.get(record).gone is not None
+    assert len(looks) == 2
+
+
+def test_who_shares_a_sweep_with_somebody_who_leaves_gets_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, in_sweep = world.add(1), threading.Event()
+    path_of(record).unlink()
+    look_at, left = world.reaper._look_at, threading.Event()
+
+    def look_late(records: Sequence[SaveRecord]) -> dict[str, float | None]:
+        in_sweep.set()
+        left.wait()
+        return look_at(records)
+
+    monkeypatch.setattr(world.reaper, "_look_at", look_late)
+
+    async def run() -> None:
+        first, second = (asyncio.create_task(world.reaper.recount()) for _ in range(2))
+        await asyncio.to_thread(in_sweep.wait)
+        first.cancel()
+        left.set()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert first.cancelled()
+
+    asyncio.run(run())
+    assert world.get(record).gone is not None
+
+
+def test_a_recount_that_rests_ends_with_the_service(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper_module, "REST", 10**9)
+    world.add(1)
+
+    async def run() -> None:
+        await world.reaper.recount()
+        resting = asyncio.create_task(world.reaper.recount())
+        await asyncio.sleep(0)
+        await world.reaper.close()
+        await resting
+
+    asyncio.run(run())
 
 
 def test_old_records_go_however_many_there_are(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ struct control {
     char root[1024];       /* the folder, without a slash at its end */
     char match[256];       /* only paths that contain this; "" for all */
     int64_t bytes_per_second; /* for all writes together; 0: as fast as they go */
-    int64_t delay_us;      /* before the call that misbehaves */
+    int64_t delay_us;      /* before the call that misbehaves; -1: for as long as this stands here */
     int32_t site;          /* which call misbehaves; -1: none */
     int32_t nth;           /* the first one that does, counted from 1 */
     int32_t times;         /* how many in a row do; -1: all from then on */
@@ -100,6 +100,8 @@ static int strikes(enum site site)
     if (seen < control->nth || (control->times >= 0 && seen >= control->nth + control->times))
         return 0;
     __atomic_add_fetch(&control->fired, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&control->delay_us, __ATOMIC_SEQ_CST) < 0)
+        usleep(1000);
     if (control->delay_us)
         usleep((useconds_t)control->delay_us);
     return 1;
