@@ -9,11 +9,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import machine, report
 from benchmarks.bench import Bench, Options, Result, open_bench
 from benchmarks.cases import extraction, generation, half_depth, long_prompts, neighbours, prefixes, scale, start_up, writing
 from benchmarks.client import BenchmarkError
 from benchmarks.targets import Row, target_lines
+from engine.device.host import usable_cpus
 from engine.errors import ModelError
 from service.launcher import LaunchError
 
@@ -77,6 +80,7 @@ def _benchmark(wanted: Sequence[str], arguments: argparse.Namespace, serve_argum
         vllm=arguments.vllm,
         serve_arguments=serve_arguments,
     )
+    torch.set_num_threads(usable_cpus())  # as the service does: the machine's rates are measured in this process
     with open_bench(options, arguments.model, arguments.directory) as bench:
         results = {name: _run(bench, name) for name in wanted}
         facts = bench.facts

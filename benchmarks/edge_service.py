@@ -17,12 +17,13 @@ import torch
 
 from benchmarks.client import BenchmarkError
 from engine.api import EngineInfo, EngineState
+from engine.cache.pool import PoolStats
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.base import ModelConfig
 from engine.request import EngineRequest, RequestOutput, SamplingParams
 from engine.saves.spec import SaveEvent
-from engine.stats import EngineListener, EngineStats, PoolStats
+from engine.stats import EngineListener, EngineStats
 from service.runtime import EngineFactory, Runtime, StartableEngine
 from service.server import listen, serve
 from service.settings import Settings
@@ -125,7 +126,7 @@ class InstantEngine:
 
 
 def _info(model: ModelConfig) -> EngineInfo:
-    return EngineInfo(model, "cpu", "float32", model.max_model_len, 16, "none", 2048, 1 << 20, 1 << 20)
+    return EngineInfo(model, "cpu", "float32", model.max_model_len, 16, "none", 2048, 1 << 20, 1 << 20, 32)
 
 
 class EdgeService:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from engine.device.host import usable_cpus
+
 MATRIX_SIZE = 2048
 DISK_BYTES = 256 << 20
 MEMORY_BYTES = 512 << 20
@@ -40,7 +42,7 @@ def look(directory: Path) -> Machine:
     load_before, _, _ = os.getloadavg()
     return Machine(
         processor=_processor(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cpus(),
         torch_threads=torch.get_num_threads(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         versions={name: _version(name) for name in ("strata-server", "torch", "transformers", "safetensors")},

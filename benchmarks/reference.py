@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.client import BenchmarkError
 from benchmarks.results import Answer, Round
 from benchmarks.workload import Prompts
+from engine.device.host import usable_cpus
 
 Variant = Literal["full head", "base model", "padded batches"]
 VARIANTS: tuple[Variant, ...] = ("full head", "base model", "padded batches")
@@ -68,6 +69,7 @@ class Script:
     """The script itself."""
 
     def __init__(self, model: str, layers: list[int], dtype: str) -> None:
+        torch.set_num_threads(usable_cpus())
         self._layers = layers
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self._last = self._model.config.num_hidden_layers

@@ -4,7 +4,8 @@ import itertools
 import queue
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,22 +13,41 @@ import torch
 
 from benchmarks.client import BenchmarkError
 from engine.build import build_engine
+from engine.cache.pool import IntArray
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.execution.batch import Batch
-from engine.execution.runner import Launched, ModelRunner, StepResult
+from engine.errors import EngineError
+from engine.execution.runner import ModelRunner, StepOutput
+from engine.execution.step_input import StepInput
 from engine.layers import LayerId
 from engine.offline import LocalTarget
 from engine.request import EngineRequest, RequestOutput, SamplingParams
+from engine.sampling.sampler import Choice, SampledRow, SampledToken, Sampler
 from engine.saves.spec import SaveEvent, SaveSpec
+from engine.scheduling.save_plan import plan_save
+
+
+@dataclass
+class Stopwatch:
+    """How long the model's execution took, with all that belongs to it: from a step's arrays to its tokens, for a model in host memory."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 class TimedRunner(ModelRunner):
-    """Another runner, and how long its batches took: the model's execution with all that belongs to it."""
+    """Another runner, and how long its steps took."""
 
-    def __init__(self, timed: ModelRunner) -> None:
-        self.seconds = 0.0
+    def __init__(self, timed: ModelRunner, stopwatch: Stopwatch) -> None:
         self._timed = timed
+        self._stopwatch = stopwatch
 
     @property
     def busy(self) -> bool:
@@ -36,22 +56,25 @@ class TimedRunner(ModelRunner):
     def collect(self, *, wait: bool = False) -> None:
         self._timed.collect(wait=wait)
 
-    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
-        return self._timed.launch(batch, before)
+    def run(self, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
+        with self._stopwatch.running():
+            return self._timed.run(step, sampled_before)
 
-    def finish(self, launched: Launched) -> StepResult:
-        started = time.perf_counter()
-        try:
-            return self._timed.finish(launched)
-        finally:
-            self.seconds += time.perf_counter() - started
 
-    def execute(self, batch: Batch) -> StepResult:
-        started = time.perf_counter()
-        try:
-            return self._timed.execute(batch)
-        finally:
-            self.seconds += time.perf_counter() - started
+class TimedSampler(Sampler):
+    """Another sampler, and how long it took to choose."""
+
+    def __init__(self, timed: Sampler, stopwatch: Stopwatch) -> None:
+        self._timed = timed
+        self._stopwatch = stopwatch
+
+    def choose(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> Choice:
+        with self._stopwatch.running():
+            return self._timed.choose(logits, rows)
+
+    def answers(self, choice: Choice, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
+        with self._stopwatch.running():
+            return self._timed.answers(choice, rows)
 
 
 @dataclass(frozen=True)
@@ -92,10 +115,11 @@ class SteppedEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._saves: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
-        self._released: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
+        self._released: queue.SimpleQueue[IntArray] = queue.SimpleQueue()
         self._parts = build_engine(config, self._saves.put)
-        self._runner = TimedRunner(self._parts.core.runner)
-        self._core = EngineCore(replace(self._parts.core, runner=self._runner), self, self._released.put)
+        self._stopwatch, core = Stopwatch(), self._parts.core
+        runner, sampler = TimedRunner(core.runner, self._stopwatch), TimedSampler(core.sampler, self._stopwatch)
+        self._core = EngineCore(replace(core, runner=runner, sampler=sampler), self, self._released.put)
         self._outputs = 0
         self._numbers = itertools.count()
         torch.set_num_threads(self._parts.threads)
@@ -140,15 +164,15 @@ class SteppedEngine:
             folder, layers = save
             spec = SaveSpec(name, LocalTarget(folder / f"{name}.safetensors"), layers, "bfloat16", include_output_tokens=True)
         request = EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), spec)
-        self._core.add(request, None if spec is None else self._parts.begin_save(request))
+        self._core.add(request, self._parts.begin_save(plan_save(request)))
 
     def _step(self) -> Step:
         while not self._released.empty():
             self._core.release_pages(self._released.get())
-        self._outputs, before = 0, self._runner.seconds
+        self._outputs, before = 0, self._stopwatch.seconds
         started = time.perf_counter()
         self._core.step()
-        return Step(time.perf_counter() - started, self._runner.seconds - before, self._outputs)
+        return Step(time.perf_counter() - started, self._stopwatch.seconds - before, self._outputs)
 
     def _await_saves(self, count: int) -> None:
         while count:

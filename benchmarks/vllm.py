@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.client import BenchmarkError, connect
+from engine.device.host import usable_cpus
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 900.0
@@ -49,7 +50,7 @@ class VllmProcess:
         return self._process.pid
 
     def __enter__(self) -> Self:
-        cores = sorted(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0))[: usable_cpus()]
         variables = {
             **os.environ,
             "PYTHONPATH": str(ROOT),

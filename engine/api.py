@@ -23,15 +23,21 @@ class EngineInfo:
     attention: str
     max_batch_tokens: int
     kv_cache_tokens: int
-    """Tokens that fit the KV cache, over all requests."""
+    """Tokens that fit the KV cache, over all requests: those of layers without a window, where there are any."""
     state_cache_rows: int
     """Rows (of one layer each) that fit the hidden-state pages."""
+    state_page_size: int
+    """Rows per page."""
+    attention_workspace_bytes: int = 0
+    """What the attention backend's buffers can grow to, beside the caches."""
     attention_reason: str = ""
     """Why that backend runs and not another; empty where there was no choice."""
     native_kernels: str = ""
     """Whether compiled kernels run, or why not."""
     packed_weights: str = ""
     """Whether weights are packed, and why."""
+    cuda_graphs: str = ""
+    """How many decoding steps are recorded as graphs, or why none are."""
 
 
 class EngineAPI(Protocol):
@@ -45,8 +51,8 @@ class EngineAPI(Protocol):
     def submit(self, request: EngineRequest) -> None:
         """Queues a request; its outputs go to the listener.
 
-        Raises `InvalidRequest` for one that can never run, `QueueFull`, or `EngineUnavailable`. When it raises, nothing was taken
-        over: the save's target still belongs to the caller.
+        Raises `InvalidRequest` for one that can never run, `QueueFull` for one that may later, or `EngineUnavailable`. When it
+        raises, nothing was taken over: the save's target still belongs to the caller.
         """
 
     def abort(self, request_id: str) -> None:

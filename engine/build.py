@@ -1,9 +1,7 @@
 """Puts an engine together from its settings: model, caches, writer, and what was resolved on the way."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +16,10 @@ from engine.capture.sink import DirectSink, RowSink, StagedSink
 from engine.config import EngineConfig, Switch
 from engine.core import CoreParts
 from engine.device.allocator import keep_freed_memory
-from engine.device.resolve import dtype_name, resolve_device, resolve_dtype
+from engine.device.host import usable_cpus
+from engine.device.resolve import dtype_name, resolve_device, resolve_dtype, use_device
 from engine.errors import ConfigError
-from engine.execution.graphs import graphs_for
+from engine.execution.recording import GraphRecording, caches_of, recorder_for
 from engine.execution.runner import ModelRunner
 from engine.models.base import Model
 from engine.models.linear import choose_linears
@@ -28,16 +27,16 @@ from engine.models.loader import load_model, read_model_config
 from engine.models.ops import NativeOps
 from engine.native.compiler import NoKernels
 from engine.native.kernels import Kernels, load_kernels
-from engine.request import EngineRequest
+from engine.sampling.sampler import Sampler
 from engine.saves.spec import SaveEvent
-from engine.saves.writer import SaveEnd, SaveJob, SaveWriter
-from engine.scheduling.limits import RequestLimits, saved_rows
+from engine.saves.writer import SaveJob, SaveWriter
+from engine.scheduling.limits import RequestLimits
 from engine.scheduling.prefix import PrefixFinder
+from engine.scheduling.save_plan import SavePlan
 from engine.scheduling.scheduler import Scheduler
 
 _BATCH_TOKENS_ON_CPU, _BATCH_TOKENS_ON_GPU = 2048, 8192
-_MIXED_TOKENS_ON_CPU = 512
-"""A step beside text that is being generated: a quarter of the longest wait for the next token."""
+_INTER_TOKEN_MS_ON_CPU, _INTER_TOKEN_MS_ON_GPU = 150.0, 50.0
 _STAGED_LAYERS = 8
 """How many layers of a full step the staging buffer of a GPU holds."""
 
@@ -51,20 +50,9 @@ class EngineParts:
     writer: SaveWriter
     threads: int
 
-    def begin_save(self, request: EngineRequest) -> SaveJob:
-        """The writer's job for the request's save, with as much as is known of its length."""
-        assert request.save is not None
-        prompt, (lowest, highest) = request.prompt_token_ids, saved_rows(request)
-        fewest, most = (_num_kept(request, total) for total in (lowest, highest))
-        # Rows of the prompt alone: nothing of the file's end is left to be found out.
-        end = partial(SaveEnd.of, request.save.rows, prompt, highest, len(prompt)) if highest == len(prompt) else None
-        # The rows that each pair keeps grow or shrink steadily with the length, so equal ends mean a constant.
-        return self.writer.begin(request.save, num_rows=sum(most) if fewest == most else None, max_rows=highest, end=end)
-
-
-def _num_kept(request: EngineRequest, total: int) -> list[int]:
-    assert request.save is not None
-    return [high - low for low, high in request.save.rows.ranges(total)]
+    def begin_save(self, plan: SavePlan | None) -> SaveJob | None:
+        """The writer's job for a request's save (None: it has none). Nothing that grows with the request is done here."""
+        return None if plan is None else self.writer.begin(plan.spec, num_rows=plan.num_rows, max_rows=plan.max_rows, end=plan.end)
 
 
 def build_engine(
@@ -74,9 +62,10 @@ def build_engine(
     folder = Path(config.model)
     described = read_model_config(folder)
     device = resolve_device(config.device)
+    use_device(device)
     dtype = resolve_dtype(config.dtype, described.checkpoint_dtype, device)
     max_model_len = _max_model_len(config, described.max_model_len)
-    threads = config.threads or os.cpu_count() or 1
+    threads = config.threads or usable_cpus()
     torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_freed_memory()
@@ -101,25 +90,47 @@ def assemble(
     described, device, dtype = model.config, model.device, model.dtype
     needs = needs_of(model.kv_layers(), device, dtype, config.block_size)
     attention = select_backend(config.attention, needs, candidates_with(kernels))
-    block_size = attention.block_size
-    width = described.hidden_size
-    num_pages = state_pages(config, block_size, width, dtype)
-    states = StateStore(num_pages, block_size, width, dtype, pinned=device.type == "cuda", poison=config.poison)
+    block_size, page_size = attention.block_size, config.state_page_size
+    num_pages = state_pages(config, page_size, described.hidden_size, dtype)
+    states = StateStore(num_pages, page_size, described.hidden_size, dtype, poison=config.poison)
     batch_tokens = config.max_batch_tokens or (_BATCH_TOKENS_ON_GPU if device.type == "cuda" else _BATCH_TOKENS_ON_CPU)
     sink = _sink(states, batch_tokens, device)
     # After all else that takes memory of the device: this takes a share of what is left.
-    kv = _kv_cache(model, config, block_size, max_model_len)
+    specs = group_layers(model.kv_layers(), block_size, dtype)
+    workspace_bytes = attention.backend.workspace_bytes(specs, max_model_len, batch_tokens)
+    recording = GraphRecording(
+        config.cuda_graphs,
+        model,
+        attention.backend,
+        max_len=max_model_len,
+        max_batch=config.max_running,
+        make_recorder=recorder_for,
+    )
+    others = workspace_bytes + (recording.bytes_needed(specs) if config.sizes_kv_cache else 0)
+    counts = kv_blocks(specs, config, max_model_len, device, max_batch_tokens=batch_tokens, workspace_bytes=others)
+    kv = KVCache([KVGroup(spec, count, device, poison=config.poison) for spec, count in zip(specs, counts, strict=True)])
     if config.prefault_caches and device.type == "cpu" and not config.poison:
         _touch(states, kv)
-    prefixes = PrefixFinder(kv, block_size, enabled=config.prefix_cache)
-    limits = RequestLimits(described.num_layers, described.vocab_size, max_model_len, kv, block_size, num_pages - 1, sink.capacity)
+    caches = caches_of(kv.groups)
+    graphs = recording.record(caches)
+    prefixes = PrefixFinder(kv, page_size, enabled=config.prefix_cache)
+    limits = RequestLimits(
+        described.num_layers,
+        described.vocab_size,
+        max_model_len,
+        kv,
+        page_size,
+        num_pages - 1,
+        sink.capacity,
+        config.prompt_logprobs_memory,
+    )
     scheduler = Scheduler(
         kv,
         prefixes,
         max_batch_tokens=batch_tokens,
         max_running=config.max_running,
-        max_mixed_tokens=_MIXED_TOKENS_ON_CPU if device.type == "cpu" else None,
         max_capture_rows=sink.capacity,
+        inter_token_seconds=resolve_inter_token_ms(config, device) / 1000,
     )
     info = EngineInfo(
         model=described,
@@ -130,8 +141,11 @@ def assemble(
         attention=attention.backend.name,
         attention_reason=attention.reason,
         max_batch_tokens=batch_tokens,
-        kv_cache_tokens=min(group.pool.total * group.spec.block_size for group in kv.groups),
-        state_cache_rows=(num_pages - 1) * block_size,
+        kv_cache_tokens=kv.num_tokens,
+        state_cache_rows=(num_pages - 1) * page_size,
+        state_page_size=page_size,
+        attention_workspace_bytes=workspace_bytes,
+        cuda_graphs=recording.told,
     )
     writer = SaveWriter(
         states.pages,
@@ -142,14 +156,12 @@ def assemble(
         umask=config.umask,
     )
     eos = frozenset(described.eos_token_ids)
-    graphs = None
-    if config.cuda_graphs != "off":
-        graphs = graphs_for(model, attention.backend, max_len=max_model_len, max_batch=config.max_running)
-        if graphs is None and config.cuda_graphs == "on":
-            raise ConfigError(f"--cuda-graphs is on, but attention {attention.backend.name} on {device.type} has none")
-    runner = ModelRunner(model, kv, sink, attention.backend, graphs)
+    runner = ModelRunner(model, caches, sink, attention.backend, graphs)
+    sampler = Sampler(described.vocab_size, device)
     overlap = config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda")
-    core = CoreParts(kv, states, scheduler, prefixes, runner, limits, eos, device, config.prefix_cache, config.trim_last_layer, overlap)
+    core = CoreParts(
+        kv, states, scheduler, prefixes, runner, sampler, limits, eos, device, config.prefix_cache, config.trim_last_layer, overlap
+    )
     return EngineParts(info, core, writer, threads)
 
 
@@ -173,10 +185,11 @@ def _max_model_len(config: EngineConfig, checkpoint: int) -> int:
     return config.max_model_len
 
 
-def _kv_cache(model: Model, config: EngineConfig, block_size: int, max_model_len: int) -> KVCache:
-    specs = group_layers(model.kv_layers(), block_size, model.dtype)
-    counts = kv_blocks(specs, config, max_model_len, model.device)
-    return KVCache([KVGroup(spec, count, model.device, poison=config.poison) for spec, count in zip(specs, counts, strict=True)])
+def resolve_inter_token_ms(config: EngineConfig, device: torch.device) -> float:
+    """How long a step beside text may take, in milliseconds; 0: no limit."""
+    if config.inter_token_ms is not None:
+        return config.inter_token_ms
+    return _INTER_TOKEN_MS_ON_CPU if device.type == "cpu" else _INTER_TOKEN_MS_ON_GPU
 
 
 def _touch(states: StateStore, kv: KVCache) -> None:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.saves.spec import Durability
-
+Durability = Literal["none", "file", "full"]
 Checksum = Literal["none", "sha256", "xxh3"]
 Switch = Literal["auto", "on", "off"]
 AttentionName = Literal["auto", "sdpa", "varlen", "flashinfer"]
@@ -23,7 +22,9 @@ class EngineConfig:
     max_model_len: int | None = None
     """Positions that may be fed to the model for one request."""
     block_size: int | None = None
-    """Tokens per KV block and per hidden-state page."""
+    """Tokens per KV block."""
+    state_page_size: int = 32
+    """Rows per hidden-state page, whatever the block size is."""
     kv_cache_tokens: int | None = None
     kv_cache_memory: int | None = None
     """Bytes; at most one of the two is given."""
@@ -34,6 +35,10 @@ class EngineConfig:
     prefix_cache: bool = True
     max_batch_tokens: int | None = None
     """Tokens computed in one step, over all requests."""
+    prompt_logprobs_memory: int = 256 * 2**20
+    """Bytes of host memory for the log-probabilities of prompts, over all requests that haven't ended."""
+    inter_token_ms: float | None = None
+    """How long a step beside text that is being generated may take, in milliseconds; 0: no limit."""
     max_running: int = 256
     max_queued: int = 1024
     attention: AttentionName = "auto"
@@ -43,16 +48,21 @@ class EngineConfig:
     packed_weights: Switch = "auto"
     """Weights laid out for oneDNN's products on a CPU; auto times both ways at start."""
     cuda_graphs: Switch = "auto"
-    """Decoding steps recorded as CUDA graphs; auto: where the device and the attention backend have them."""
+    """Decoding steps recorded as CUDA graphs at start; auto: where the device and the attention backend have them."""
     overlap: Switch = "auto"
-    """Whether the device is given the next step of text before the tokens of the last one are looked at; auto: on CUDA."""
+    """Whether the device is given the next step before the last one's tokens are looked at; auto: on CUDA."""
     trim_last_layer: bool = True
     """Rows whose last state nobody wants end with the keys and values of the last layer."""
     threads: int | None = None
-    """Compute threads on a CPU."""
+    """Compute threads on a CPU; None: as many as this process may use processors."""
     writer_threads: int = 2
     durability: Durability = "file"
     checksum: Checksum = "none"
     umask: int = 0o022
     poison: bool = False
     """Fills blocks and pages whose contents are dead with NaN, so that a read of them can't go unnoticed (for tests)."""
+
+    @property
+    def sizes_kv_cache(self) -> bool:
+        """Whether the KV cache takes a share of the memory that is free, since nobody has said how large it is."""
+        return self.kv_cache_tokens is None and self.kv_cache_memory is None

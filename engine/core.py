@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,20 +10,25 @@ import torch
 
 from engine.cache.chain import HashChain
 from engine.cache.kv import KVCache
+from engine.cache.pool import IntArray
 from engine.cache.states import StateStore
-from engine.capture.row_capture import Flight, Job, RowCapture
+from engine.capture.row_capture import Job, RowCapture
 from engine.capture.sink import Landing
+from engine.capture.transfers import PagesInFlight
+from engine.device.streams import CopyStream
 from engine.errors import EngineError, RequestAborted, SaveError, StepFailed
-from engine.execution.ahead import AheadLauncher, StepAhead
-from engine.execution.batch import Batch
-from engine.execution.runner import ModelRunner, StepResult
-from engine.execution.steps import StepExecutor, StepOutcome
+from engine.execution.executor import ComputedStep, LaunchedStep, StepExecutor, StepOutcome, restore
+from engine.execution.faults import StepFault, note_step_fault
+from engine.execution.runner import ModelRunner
 from engine.layers import depth_of
 from engine.request import EngineRequest, FinishReason, RequestOutput
-from engine.sampling.sampler import SampledToken
+from engine.sampling.penalties import Penalties
+from engine.sampling.prompt_logprobs import PromptLogprobs
+from engine.sampling.sampler import SampledToken, Sampler
 from engine.scheduling.limits import RequestLimits, saved_rows
+from engine.scheduling.plan import Chunk
 from engine.scheduling.prefix import PrefixFinder
-from engine.scheduling.scheduler import Chunk, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import TokenSequence
 from engine.stats import EngineListener
 
@@ -41,35 +47,46 @@ class CoreParts:
     scheduler: Scheduler
     prefixes: PrefixFinder
     runner: ModelRunner
+    sampler: Sampler
     limits: RequestLimits
     eos_token_ids: frozenset[int]
     device: torch.device
     prefix_cache: bool
     trim_last_layer: bool = True
     overlap: bool = False
-    """Gives the device the next step of text before the tokens of the last one are looked at."""
+    """Gives the device the next step before the tokens of the last one are looked at."""
+    stream: CopyStream | None = None
+    """Brings token ids to the host; None: what the device needs."""
 
 
 class EngineCore:
-    """All methods belong to one thread. `release` may be called by writers from theirs: it must bring pages back to `release_pages`."""
+    """All methods belong to one thread. `release` may be called by writers from theirs: it must bring pages back to `release_pages`.
 
-    def __init__(self, parts: CoreParts, listener: EngineListener, release: Callable[[Sequence[int]], None]) -> None:
+    A step has one life: it is planned, launched, finished and committed. Where steps don't overlap, it is finished at once.
+    """
+
+    def __init__(self, parts: CoreParts, listener: EngineListener, release: Callable[[IntArray], None]) -> None:
         self.scheduler = parts.scheduler
         self.num_computed_tokens = 0
         self.num_step_failures = 0
         self._parts = parts
-        self._steps = StepExecutor(parts.runner, parts.kv, parts.limits.num_layers, parts.device, trim=parts.trim_last_layer)
-        self._launcher = None
-        if parts.overlap:
-            layers, trim = parts.limits.num_layers, parts.trim_last_layer
-            self._launcher = AheadLauncher(parts.runner, parts.scheduler, parts.kv, layers, trim=trim)
-        self._ahead: StepAhead | None = None
-        """The latest step that the device was given and whose tokens are to come."""
+        self._pages = PagesInFlight(parts.states.pool)
+        layers, trim = parts.limits.num_layers, parts.trim_last_layer
+        self._steps = StepExecutor(
+            parts.runner, parts.sampler, parts.scheduler, parts.kv, self._pages, layers, parts.device, trim=trim, stream=parts.stream
+        )
+        self._in_flight: deque[LaunchedStep] = deque()
+        """Launched steps, the oldest first."""
+        self._max_in_flight = 1 if parts.overlap else 0
+        """How many steps are left in flight while the next one is planned."""
+        self._finished_at = 0.0
         self._listener = listener
         self._release = release
         self._sequences: dict[str, TokenSequence] = {}
         self._writing: dict[str, RowCapture] = {}
         """Those of requests whose text is done, by request id."""
+        self._landing: set[RowCapture] = set()
+        """Those with rows on their way to their pages."""
         self._arrivals = 0
         self._failed_steps = 0
         self._untold: list[RequestOutput] = []
@@ -77,7 +94,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences) or self._ahead is not None or self._parts.runner.busy
+        return bool(self._sequences or self._in_flight or self._landing) or self._parts.runner.busy
 
     def add(self, request: EngineRequest, job: Job | None) -> None:
         """Queues a request that `RequestLimits` has let through. One that can't be taken in fails alone."""
@@ -109,56 +126,52 @@ class EngineCore:
         for request_id in list(self._writing):
             self._writing.pop(request_id).cancel(reason)
         self._listener.on_step(outputs, 0, 0.0)
+        while self._in_flight:
+            self._steps.withdraw(self._in_flight.pop())
 
-    def release_pages(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._parts.states.pool.release(page)
+    def release_pages(self, pages: IntArray) -> None:
+        self._parts.states.pool.release(pages)
 
     def save_ended(self, request_id: str) -> None:
         self._writing.pop(request_id, None)
 
     def step(self) -> bool:
-        """Computes one batch. False: nothing could be computed now, since everything waits for pages.
+        """Plans a step and launches it; finishes and commits the oldest one in flight. False: nothing could be done, since everything
+        waits for pages.
 
         Rows of earlier steps that are still on their way to pages are waited for only where there is nothing to compute without them.
-
         Raises `StepFailed` once steps keep failing; `fail_all` is next.
         """
         started, before = time.perf_counter(), self.num_computed_tokens
         self._parts.runner.collect()
+        self._settle()
         outputs = self._end_failed_saves()
-        if self._launcher is not None and self._ahead is not None:
-            outputs += self._take_ahead(self._launcher, self._ahead)
-            self._tell(outputs, self.num_computed_tokens - before, started)
-            return True
-        chunks, ready = self.scheduler.schedule()
-        for sequence in ready:
+        plan = self.scheduler.schedule()
+        for sequence in plan.ready:
             outputs += self._advance(sequence)
-        if self._launcher is not None:
-            self._ahead = self._launcher.first(chunks)
-        if chunks and self._ahead is None:
-            outputs += self._run(chunks)
-        if outputs or chunks:
+        chunks = list(plan.chunks.values())
+        launched = self._launch(chunks, outputs) if chunks else False
+        finished = len(self._in_flight) > (self._max_in_flight if launched else 0)
+        if finished:
+            outputs += self._finish(self._in_flight.popleft())
+        if outputs or chunks or finished:
             self._tell(outputs, self.num_computed_tokens - before, started)
-        landing = self._parts.runner.busy and not chunks and not ready
-        if landing:
-            self._parts.runner.collect(wait=True)
-        return bool(chunks or ready or landing)
+        return self._land_something() if not (plan.did_something or finished) else True
 
     def check_integrity(self) -> None:
         """Raises AssertionError where blocks or pages are held by nobody known."""
         self._parts.kv.check_integrity()
         self._parts.states.pool.check_integrity()
-        if not self._sequences and self._ahead is None:
+        if not self._sequences and not self._in_flight:
             assert self._parts.kv.stats().referenced == 0, "KV blocks are held although no request is left"
 
     def _new_sequence(self, request: EngineRequest, job: Job | None) -> TokenSequence:
-        parts, save, seed = self._parts, request.save, request.sampling.seed
+        parts, save, sampling = self._parts, request.save, request.sampling
         num_layers = parts.limits.num_layers
         token_ids = list(request.prompt_token_ids)
         sizes = {group.spec.block_size for group in parts.kv.groups} | {parts.states.page_size}
         chains = {size: HashChain(token_ids, size, request.cache_salt) for size in sizes}
-        shallow = save is not None and not request.sampling.max_tokens and request.sampling.prompt_logprobs is None
+        shallow = save is not None and not sampling.max_tokens and sampling.prompt_logprobs is None
         depth = depth_of(save.layers, num_layers) if save is not None and shallow else num_layers
         capture = None
         if save is not None:
@@ -181,80 +194,115 @@ class EngineCore:
             chains,
             parts.kv.new_tables(depth),
             capture,
-            None if seed is None else torch.Generator(parts.device).manual_seed(seed),
-            prompt_logprobs=[] if request.sampling.prompt_logprobs is None else [None],
+            None if sampling.seed is None or not sampling.temperature else torch.Generator().manual_seed(sampling.seed),
+            prompt_logprobs=PromptLogprobs.of(len(token_ids), sampling, parts.limits.vocab_size),
+            penalties=Penalties.of(sampling, request.prompt_token_ids),
         )
 
-    def _run(self, chunks: Sequence[Chunk]) -> list[RequestOutput]:
-        outcome = self._steps.run(chunks)
-        self.num_step_failures += outcome.raised
-        self.num_computed_tokens += outcome.num_tokens
+    # A step
+
+    def _launch(self, chunks: Sequence[Chunk], outputs: list[RequestOutput]) -> bool:
+        """Gives the device a planned step. Where that raises it is computed in parts, once nothing else is in flight; False then."""
+        try:
+            self._in_flight.append(self._steps.launch(chunks, self._in_flight[-1] if self._in_flight else None))
+            return True
+        except Exception as error:
+            if self._in_flight:
+                _log.exception("a step could not be launched behind another; it is planned again when that has ended")
+                for chunk in reversed(chunks):
+                    self.scheduler.withdraw(chunk)
+                return False
+            fault = note_step_fault(error, chunks)
+        # The exception and the tensors it held are gone by now.
+        outputs += self._take(self._compute_apart(chunks, fault))
+        return False
+
+    def _finish(self, step: LaunchedStep) -> list[RequestOutput]:
+        try:
+            computed = self._steps.finish(step)
+        except Exception as error:
+            fault = note_step_fault(error, step.chunks)
+        else:
+            self._observe(step)
+            return self._take(StepOutcome([computed]))
+        while self._in_flight:  # what they compute follows from what this one should have given
+            self._steps.withdraw(self._in_flight.pop())
+        restore(step.draws)
+        return self._take(self._compute_apart(step.chunks, fault))
+
+    def _observe(self, step: LaunchedStep) -> None:
+        now = time.perf_counter()
+        seconds, self._finished_at = now - max(step.started, self._finished_at), now
+        self.scheduler.observe(step.chunks, seconds)
+
+    def _compute_apart(self, chunks: Sequence[Chunk], fault: StepFault) -> StepOutcome:
+        self.num_step_failures += 1
+        gone = [chunk for chunk in chunks if chunk.sequence.ended]
+        for chunk in gone:
+            self.scheduler.withdraw(chunk)
+        left = [chunk for chunk in chunks if not chunk.sequence.ended]
+        outcome = self._steps.compute_apart(left, fault) if left else StepOutcome()
         if outcome.ran_out_of_memory:
             self.scheduler.use_fewer_tokens(sum(chunk.count for chunk in chunks))
-        else:
+        return outcome
+
+    def _take(self, outcome: StepOutcome) -> list[RequestOutput]:
+        """Commits what a step has given."""
+        self.num_computed_tokens += outcome.num_tokens
+        if not outcome.ran_out_of_memory:
             self.scheduler.use_more_tokens()
         outputs: list[RequestOutput] = []
-        for batch, result in outcome.computed:
-            outputs += self._update(batch, result)
+        for part in outcome.computed:
+            outputs += self._commit(part)
+        for chunk in outcome.left:
+            self.scheduler.withdraw(chunk)
         for chunk, fault in outcome.failed:
+            self.scheduler.withdraw(chunk)
             outputs += self._fail(chunk.sequence, StepFailed(str(fault)))
         self._judge(outcome)
         return outputs
 
-    def _take_ahead(self, launcher: AheadLauncher, step: StepAhead) -> list[RequestOutput]:
-        """Launches the step after this one, if it can be without this one's tokens; then takes those."""
-        self._ahead = launcher.following(step)
+    def _commit(self, step: ComputedStep) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
-        try:
-            result = launcher.finish(step)
-        except Exception as error:
-            _log.exception("a step that was launched ahead failed")
-            self._failed_steps += 1
-            self.num_step_failures += 1
-            for chunk in step.batch.chunks:
-                if not chunk.sequence.ended:
-                    outputs += self._fail(chunk.sequence, StepFailed(f"the step that computed this request failed: {type(error).__name__}"))
-        else:
-            self._failed_steps = 0
-            self.num_computed_tokens += step.batch.num_tokens
-            self.scheduler.use_more_tokens()
-            outputs += self._update_ahead(step, result)
-        launcher.end(step)
+        going_on = [chunk for chunk in step.chunks if self._commit_chunk(chunk, step.landing)]
+        for chunk, scores in step.scores:
+            known = chunk.sequence.prompt_logprobs
+            assert known is not None
+            known.extend(scores)
+        for chunk, token in step.tokens:
+            # Where the text has ended meanwhile it is the last token's own position, wanted for its row.
+            if chunk.sequence.generating and not chunk.sequence.ended:
+                outputs += self._sampled(chunk.sequence, token)
+        for chunk in going_on:
+            if not chunk.sequence.ended:
+                outputs += self._advance(chunk.sequence)
         return outputs
 
-    def _update_ahead(self, step: StepAhead, result: StepResult) -> list[RequestOutput]:
-        outputs = []
-        for chunk, token in zip(step.batch.sampled, result.tokens, strict=True):
-            sequence = chunk.sequence
-            if sequence.ended:
-                continue
-            self._computed_ahead(chunk, step.flights[sequence])
-            if sequence.generating:  # else it is the last token's own position, wanted for its row
-                outputs += self._sampled(sequence, token)
-            if not sequence.ended:
-                outputs += self._advance(sequence)
-        return outputs
+    def _commit_chunk(self, chunk: Chunk, landing: Landing) -> bool:
+        if not self.scheduler.commit(chunk):
+            return False
+        capture = chunk.sequence.capture
+        if capture is not None and chunk.rows is not None and capture.commit(chunk.rows, landing):
+            self._landing.add(capture)
+        return True
 
-    def _computed_ahead(self, chunk: Chunk, flight: Flight | None) -> None:
-        sequence = chunk.sequence
-        sequence.num_computed = chunk.end
-        self._parts.prefixes.register(sequence)
-        if sequence.capture is not None and flight is not None:
-            sequence.capture.confirm(flight)
-            sequence.capture.hand_over(chunk.end)
+    def _settle(self) -> None:
+        """Rows that have landed are in the books, and their pages no longer held for them."""
+        self._pages.release_landed()
+        for capture in list(self._landing):
+            capture.settle()
+            if not capture.in_flight:
+                self._landing.discard(capture)
 
-    def _let_go(self, sequence: TokenSequence) -> None:
-        """The end of a sequence in the scheduler. What a step that is under way computes of it is withdrawn."""
-        del self._sequences[sequence.request.request_id]
-        sequence.ended = True
-        step = self._ahead
-        under_way = step is not None and sequence in step.flights
-        self.scheduler.remove(sequence, keep_blocks=under_way)
-        if step is not None and under_way:
-            step.left_behind.append(sequence.tables)
-            flight = step.flights[sequence]
-            if flight is not None and sequence.capture is not None:
-                sequence.capture.withdraw(flight)
+    def _land_something(self) -> bool:
+        """There is nothing to compute: rows on their way are waited for."""
+        if not self._parts.runner.busy:
+            return False
+        self._parts.runner.collect(wait=True)
+        self._settle()
+        return True
+
+    # The books
 
     def _tell(self, outputs: list[RequestOutput], num_tokens: int, started: float) -> None:
         """Where the engine is broken, `fail_all` tells them instead: who has heard the last failure must not find the engine healthy."""
@@ -277,34 +325,13 @@ class EngineCore:
             job.cancel(SaveError("engine_error", str(error)))
         self._listener.on_step([RequestOutput(request.request_id, finish_reason="error", error=error)], 0, 0.0)
 
-    def _update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
-        for chunk in batch.chunks:
-            self._computed(chunk, result.landing)
-        for sequence, scored in result.prompt_logprobs:
-            sequence.prompt_logprobs.extend(scored)
-        outputs = []
-        for chunk, token in zip(batch.sampled, result.tokens, strict=True):
-            outputs += self._sampled(chunk.sequence, token)
-        for chunk in batch.chunks:
-            if chunk.sequence.request.request_id in self._sequences:
-                outputs += self._advance(chunk.sequence)
-        return outputs
-
-    def _computed(self, chunk: Chunk, landing: Landing | None) -> None:
-        sequence = chunk.sequence
-        sequence.num_computed = chunk.end
-        self._parts.prefixes.register(sequence)
-        if sequence.capture is not None:
-            sequence.capture.commit(chunk.end, landing)
-            sequence.capture.hand_over(chunk.end)
-
     def _sampled(self, sequence: TokenSequence, token: SampledToken | EngineError) -> list[RequestOutput]:
         if isinstance(token, EngineError):
             return self._fail(sequence, token)
         first = not sequence.num_output_tokens
         if first:
             sequence.first_token_ns = time.time_ns()
-        sequence.token_ids.append(token.token_id)
+        sequence.append(token.token_id)
         try:
             reason, stop_token_id = self._stop_reason(sequence, token.token_id)
         except BaseException as error:  # foreign code: whatever it is, only this request fails
@@ -367,3 +394,8 @@ class EngineCore:
             return []
         request_id, cached = sequence.request.request_id, sequence.num_cached
         return [RequestOutput(request_id, finish_reason=reason, error=error, num_cached_tokens=cached, times=sequence.times())]
+
+    def _let_go(self, sequence: TokenSequence) -> None:
+        """The end of a sequence in the scheduler."""
+        del self._sequences[sequence.request.request_id]
+        self.scheduler.remove(sequence)

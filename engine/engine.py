@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -12,17 +13,23 @@ import torch
 
 from engine.api import EngineInfo, EngineState
 from engine.build import EngineParts, build_engine
+from engine.cache.pool import IntArray
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.device.resolve import use_device
 from engine.device.threads import release_compute_threads
 from engine.errors import EngineError, EngineUnavailable, QueueFull, SaveError
 from engine.request import EngineRequest, RequestOutput
 from engine.saves.spec import SaveEvent
 from engine.saves.writer import SaveJob
+from engine.scheduling.limits import PromptLogprobsMemory
+from engine.scheduling.save_plan import SavePlan, plan_save
 from engine.stats import EngineListener, EngineStats
 
 _IDLE_SECONDS = 1.0
 """How long the engine thread sleeps before it looks around by itself."""
+_INTEGRITY_SECONDS = 60.0
+"""How often an idle engine looks whether the pools' books agree: that takes milliseconds, and nobody is to wait for them."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +46,12 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open: set[tuple[str, str]] = set()
-        """Requests and saves that were taken over and haven't ended."""
+        """Requests and their saves that were taken over and haven't ended, by the request's id."""
         self._saves: dict[str, tuple[str, SaveJob]] = {}
         """Request id and job of every open save, by save id."""
+        self._prompt_logprobs = PromptLogprobsMemory(config.prompt_logprobs_memory)
         self._num_arriving = 0
+        self._checked_at = time.monotonic()
         self._parts: EngineParts
         self._core: EngineCore
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -69,15 +78,18 @@ class Engine:
         raise EngineUnavailable("the engine was stopped while it started")
 
     def submit(self, request: EngineRequest) -> None:
-        self._parts.core.limits.check(request)
-        with self._changed:
+        limits = self._parts.core.limits
+        limits.check(request)
+        plan, prompt_logprobs_bytes = plan_save(request), limits.prompt_logprobs_bytes(request)
+        with self._changed:  # every step needs the lock, so nothing that grows with the request is done under it
             if self._state != "running":
                 raise EngineUnavailable(f"the engine is {self._state}")
             if len(self._core.scheduler.waiting) + self._num_arriving >= self._config.max_queued:
                 raise QueueFull(f"{self._config.max_queued} requests are waiting already")
-            if ("request", request.request_id) in self._open:
-                raise EngineError(f"request id {request.request_id} is in use")
-            job = self._begin_save(request)
+            self._check_ids(request)
+            self._prompt_logprobs.check(prompt_logprobs_bytes)
+            job = self._begin_save(request, plan)
+            self._prompt_logprobs.take(request.request_id, prompt_logprobs_bytes)
             self._open.add(("request", request.request_id))
             self._num_arriving += 1
             self._commands.put(lambda: self._add(request, job))
@@ -167,15 +179,21 @@ class Engine:
     def on_dead(self, error: BaseException) -> None:
         self._listener.on_dead(error)
 
-    def _release_later(self, pages: Sequence[int]) -> None:
+    def _release_later(self, pages: IntArray) -> None:
         self._commands.put(lambda: self._core.release_pages(pages))
 
-    def _begin_save(self, request: EngineRequest) -> SaveJob | None:
-        if request.save is None:
-            return None
-        job = self._parts.begin_save(request)
-        self._saves[request.save.save_id] = (request.request_id, job)
-        self._open.add(("save", request.save.save_id))
+    def _check_ids(self, request: EngineRequest) -> None:
+        """A request's id is its own until its save has ended too, which may be long after its text."""
+        if not self._open.isdisjoint({("request", request.request_id), ("save", request.request_id)}):
+            raise EngineError(f"request id {request.request_id} is in use")
+        if request.save is not None and request.save.save_id in self._saves:
+            raise EngineError(f"save id {request.save.save_id} is in use")
+
+    def _begin_save(self, request: EngineRequest, plan: SavePlan | None) -> SaveJob | None:
+        job = self._parts.begin_save(plan)
+        if job is not None:
+            self._saves[job.spec.save_id] = (request.request_id, job)
+            self._open.add(("save", request.request_id))
         return job
 
     def _add(self, request: EngineRequest, job: SaveJob | None) -> None:
@@ -186,11 +204,14 @@ class Engine:
     def _save_ended(self, save_id: str) -> None:
         request_id, _ = self._saves.pop(save_id)
         self._commands.put(lambda: self._core.save_ended(request_id))
-        self._close([("save", save_id)])
+        self._close([("save", request_id)])
 
     def _close(self, ended: Iterable[tuple[str, str]]) -> None:
         with self._changed:
-            self._open.difference_update(ended)
+            for kind, name in ended:
+                self._open.discard((kind, name))
+                if kind == "request":
+                    self._prompt_logprobs.give_back(name)
             self._changed.notify_all()
 
     # The engine thread.
@@ -198,6 +219,7 @@ class Engine:
     def _run(self) -> None:
         torch.set_num_threads(self._parts.threads)
         try:
+            use_device(self._parts.core.device)
             with torch.inference_mode():
                 self._loop()
         except BaseException as error:
@@ -219,8 +241,13 @@ class Engine:
             while True:
                 self._commands.get_nowait()()
         except queue.Empty:
-            if wait and not self._core.has_work:
-                self._core.check_integrity()
+            self._check_at_times()
+
+    def _check_at_times(self) -> None:
+        now = time.monotonic()
+        if not self._core.has_work and now - self._checked_at >= _INTEGRITY_SECONDS:
+            self._checked_at = now
+            self._core.check_integrity()
 
     def _die(self, error: BaseException) -> None:
         _log.critical("the engine is dead", exc_info=error)

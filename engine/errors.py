@@ -27,7 +27,7 @@ class InvalidRequest(EngineError):
 
 
 class QueueFull(EngineError):
-    """`max_queued` requests are waiting already."""
+    """There is no room for the request beside those that the engine has: it may be asked for again later."""
 
 
 class EngineUnavailable(EngineError):

@@ -7,8 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.cache.pool import PoolStats
 from engine.errors import SaveErrorCode
-from engine.stats import EngineStats, PoolStats
+from engine.stats import EngineStats
 from service.records import SaveStatus
 
 RequestOutcome = Literal["completed", "failed", "aborted", "rejected", "replayed"]

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from engine.saves.spec import Durability
+from engine.config import Durability
 from service import queries
 from service.commits import CommitThread, settle
 from service.database import StateDirectory, open_database

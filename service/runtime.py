@@ -259,14 +259,17 @@ def _log_start(services: Services) -> None:
     log.info("model %s (revision %s): %s", services.identity.name, services.identity.revision, info.model.architecture)
     log.info("device %s, dtype %s, context of %d tokens", info.device, info.dtype, info.max_model_len)
     log.info("attention %s: %s", info.attention, info.attention_reason)
+    log.info("CUDA graphs: %s", info.cuda_graphs)
     log.info("native kernels: %s", info.native_kernels)
     log.info("packed weights: %s", info.packed_weights)
     log.info("default layers %s of %d, hidden size %d", layers, info.model.num_layers, info.model.hidden_size)
     log.info(
-        "the KV cache holds %d tokens in blocks of %d, the state cache %d rows, a step at most %d tokens",
+        "the KV cache holds %d tokens in blocks of %d, the state cache %d rows in pages of %d, a step at most %d tokens",
         info.kv_cache_tokens,
         info.block_size,
         info.state_cache_rows,
+        info.state_page_size,
         info.max_batch_tokens,
     )
+    log.info("attention's own buffers can grow to %s", format_size(info.attention_workspace_bytes))
     log.info("save roots: %s; durability %s", ", ".join(root.path for root in services.roots.roots), settings.durability)

@@ -18,11 +18,10 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from engine.config import AttentionName, Checksum, EngineConfig, Switch
+from engine.config import AttentionName, Checksum, Durability, EngineConfig, Switch
 from engine.layers import LayerId
 from engine.models.packaged import SMOLLM2_135M
 from engine.models.prepared import user_data_directory
-from engine.saves.spec import Durability
 from service.records import MAX_TTL_SECONDS
 from service.sizes import parse_duration, parse_size
 
@@ -132,6 +131,7 @@ def _http_url_or_none(value: object) -> object:
 
 Size = Annotated[int | None, BeforeValidator(_size_or_auto)]
 Count = Annotated[int | None, BeforeValidator(_number_or_auto)]
+Milliseconds = Annotated[float | None, BeforeValidator(_number_or_auto)]
 
 
 def _option(default: Any, group: str, text: str, shown: str = "", metavar: str = "", **bounds: Any) -> Any:  # noqa: ANN401 - like pydantic's Field
@@ -161,7 +161,7 @@ class Settings(BaseSettings):
     native_kernels: Switch = _option("auto", "Model", "compiled kernels on a CPU; auto takes them where a C compiler can make them")
     packed_weights: Switch = _option("auto", "Model", "weights packed for oneDNN on a CPU; auto times both ways at start")
     trim_last_layer: bool = _option(True, "Model", "leave out what nobody wants of the last layer")
-    threads: int | None = _option(None, "Model", "compute threads on a CPU", "cores", "COUNT", ge=1)
+    threads: int | None = _option(None, "Model", "compute threads on a CPU", "what affinity and the CPU quota leave", "COUNT", ge=1)
     tensor_parallel: int = _option(1, "Model", "devices that share each layer; only 1 is supported", metavar="COUNT", ge=1)
     pipeline_parallel: int = _option(1, "Model", "devices that share the layers out; only 1 is supported", metavar="COUNT", ge=1)
 
@@ -226,15 +226,26 @@ class Settings(BaseSettings):
         (), "Hidden states", "clients see folder TO under the name FROM; repeatable", "none", "FROM=TO"
     )
 
-    block_size: Count = _option(
-        None, "Memory and scheduling", "tokens per KV block and per hidden-state page", "the backend's", "TOKENS", ge=1
-    )
+    block_size: Count = _option(None, "Memory and scheduling", "tokens per KV block", "the backend's", "TOKENS", ge=1)
+    state_page_size: int = _option(32, "Memory and scheduling", "rows per hidden-state page", metavar="ROWS", ge=1, le=4096)
     kv_cache_tokens: Count = _option(None, "Memory and scheduling", "tokens that fit the KV cache", "auto", "TOKENS", ge=1)
     kv_cache_memory: Size = _option(None, "Memory and scheduling", "bytes of the KV cache, instead of its tokens", "auto", "SIZE", ge=1)
     state_cache_memory: Size = _option(None, "Memory and scheduling", "host memory for hidden-state pages", "auto", "SIZE", ge=1)
     prefault_caches: bool = _option(False, "Memory and scheduling", "touch the memory of the caches at start, on a CPU")
     prefix_cache: bool = _option(True, "Memory and scheduling", "reuse what is known of shared prefixes")
     max_batch_tokens: Count = _option(None, "Memory and scheduling", "tokens computed in one step", "auto", "TOKENS", ge=1)
+    prompt_logprobs_memory: Annotated[int, BeforeValidator(_size_or_auto)] = _option(
+        256 * 2**20, "Memory and scheduling", "host memory for log-probabilities of prompts, over all requests", "256MiB", "SIZE", ge=1
+    )
+    inter_token_ms: Milliseconds = _option(
+        None,
+        "Memory and scheduling",
+        "how long a step beside text that is being generated may take, in milliseconds; 0: no limit",
+        "150 on a CPU, 50 on a GPU",
+        "MS",
+        ge=0,
+        allow_inf_nan=False,
+    )
     max_running: int = _option(256, "Memory and scheduling", "requests that run at once", metavar="COUNT", ge=1)
     max_queued: int = _option(1024, "Memory and scheduling", "requests that may wait; more are answered with 429", metavar="COUNT", ge=1)
 
@@ -323,12 +334,15 @@ def engine_config(settings: Settings, folder: Path, umask: int) -> EngineConfig:
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,
+        state_page_size=settings.state_page_size,
         kv_cache_tokens=settings.kv_cache_tokens,
         kv_cache_memory=settings.kv_cache_memory,
         state_cache_memory=settings.state_cache_memory,
         prefault_caches=settings.prefault_caches,
         prefix_cache=settings.prefix_cache,
         max_batch_tokens=settings.max_batch_tokens,
+        prompt_logprobs_memory=settings.prompt_logprobs_memory,
+        inter_token_ms=settings.inter_token_ms,
         max_running=settings.max_running,
         max_queued=settings.max_queued,
         attention=settings.attention,

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine.build import assemble
+from engine.cache.pool import IntArray
 from engine.capture.row_capture import Job
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.device.host import usable_cpus
 from engine.errors import SaveError
 from engine.layers import LayerId
 from engine.models.base import Model
@@ -23,6 +25,7 @@ from engine.offline import LocalTarget
 from engine.request import EngineRequest, RequestOutput, SamplingParams
 from engine.saves.chunk import RowChunk, SaveEnd
 from engine.saves.spec import SaveEvent, SaveSpec
+from engine.scheduling.save_plan import plan_save
 
 
 class CheckFailed(Exception):
@@ -81,9 +84,9 @@ class Driver:
 
     def __init__(self, model: Model, config: EngineConfig, max_model_len: int) -> None:
         self._events: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
-        self._released: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-        self.parts = assemble(model, config, self._events.put, max_model_len=max_model_len, threads=torch.get_num_threads())
-        self._core = EngineCore(self.parts.core, self, self._released.put)
+        self._released: queue.SimpleQueue[IntArray] = queue.SimpleQueue()
+        self.parts = assemble(model, config, self._events.put, max_model_len=max_model_len, threads=usable_cpus())
+        self._core = EngineCore(self.parts.core, self, self._release)
         self._device, self._vocab = model.device, model.config.vocab_size
         self._numbers = itertools.count()
         self._random = random.Random(0)
@@ -121,7 +124,7 @@ class Driver:
             sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
             request = EngineRequest(path.stem, prompt, sampling, save, cache_salt=path.stem)
             self._open_saves += 1
-            self._core.add(request, self.parts.begin_save(request))
+            self._core.add(request, self.parts.begin_save(plan_save(request)))
             paths.append(path)
         self._step_through(len(lengths))
         self._await_saves()
@@ -137,6 +140,9 @@ class Driver:
     def on_save(self, event: SaveEvent) -> None: ...
 
     def on_dead(self, error: BaseException) -> None: ...
+
+    def _release(self, pages: IntArray) -> None:
+        self._released.put(pages)
 
     def _step_through(self, count: int) -> tuple[float, int]:
         """Steps to the end. The first full step may still hold prompts and the last ones end requests: neither is counted."""
@@ -168,7 +174,7 @@ class Driver:
             request.save.target.abandoned()
             return _Dropping()
         self._open_saves += 1
-        return self.parts.begin_save(request)
+        return self.parts.begin_save(plan_save(request))
 
     def _await_saves(self) -> None:
         while self._open_saves:

@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu.driver import Driver, Extraction, Rows, Run, synchronize
 from benchmarks.gpu.model import ModelShape
 from benchmarks.gpu.parity import Parity, compare
+from engine.attention.sdpa import SdpaBackend
 from engine.config import EngineConfig
 from engine.layers import LayerId
 from engine.models.base import Model
@@ -105,6 +106,8 @@ class Rates:
     sample_length: int
     graph_parity: Parity | None
     """None: decoding steps can't be captured here."""
+    graphs: str
+    """How many graphs were recorded, or why none were."""
 
 
 def measure(model: Model, shape: ModelShape, sizes: Sizes, folder: Path, say: Callable[[str], None]) -> Rates:
@@ -131,26 +134,35 @@ def measure(model: Model, shape: ModelShape, sizes: Sizes, folder: Path, say: Ca
         eager = [_decode(driver, sizes, batch, saving) for batch in sizes.decode_batches]
         rows = [driver.rows(length, sizes.layers, folder) for length in _RAGGED]
     del driver  # its caches go before the next ones come
-    graphs, parity = _with_graphs(model, config, sizes, saving, rows)
-    decode = [DecodeRate(batch, *plain, *fast) for batch, plain, fast in zip(sizes.decode_batches, eager, graphs, strict=True)]
-    return Rates(flops, prefill, decode, memory, sizes.samples[0] / samples, sizes.samples[1], parity)
+    fast = _with_graphs(model, config, sizes, saving, rows)
+    say(f"graphs: {fast.told}")
+    decode = [DecodeRate(batch, *plain, *rate) for batch, plain, rate in zip(sizes.decode_batches, eager, fast.rates, strict=True)]
+    return Rates(flops, prefill, decode, memory, sizes.samples[0] / samples, sizes.samples[1], fast.parity, fast.told)
 
 
-def _with_graphs(
-    model: Model, config: EngineConfig, sizes: Sizes, saving: Extraction, rows: list[Rows]
-) -> tuple[list[tuple[float | None, float | None]], Parity | None]:
-    """Rates of text per batch, and whether replayed steps save the rows that plain ones do."""
-    with closing(Driver(model, replace(config, cuda_graphs="auto"), sizes.max_model_len)) as driver:
+@dataclass(frozen=True)
+class _Replayed:
+    """What came of replayed steps."""
+
+    told: str
+    parity: Parity | None
+    """Whether they save the rows that plain steps do."""
+    rates: list[tuple[float | None, float | None]]
+    """Of text, per batch."""
+
+
+def _with_graphs(model: Model, config: EngineConfig, sizes: Sizes, saving: Extraction, rows: list[Rows]) -> _Replayed:
+    """The KV cache takes what it takes by itself, since what is left to the graphs is to be seen to be enough."""
+    with closing(Driver(model, replace(config, cuda_graphs="auto", kv_cache_tokens=None), sizes.max_model_len)) as driver:
+        told, none = driver.parts.info.cuda_graphs, [(None, None)] * len(sizes.decode_batches)
         if not driver.has_graphs():
-            return [(None, None)] * len(sizes.decode_batches), None
+            recordable = driver.parts.info.attention != SdpaBackend.name
+            return _Replayed(told, Parity("graphs", faults=[told]) if recordable else None, [*none])
         parity = compare("graphs", model.dtype, rows, [driver.rows(length, sizes.layers, _folder_of(saving)) for length in _RAGGED])
         if not driver.has_graphs():
-            parity.faults.append("a step could not be recorded or replayed: see the log")
-            return [(None, None)] * len(sizes.decode_batches), parity
-        for batch in sizes.decode_batches:  # recorded before the clock runs
-            for way in (None, saving):
-                driver.run(batch, sizes.decode_prompt, 4, way)
-        return [_decode(driver, sizes, batch, saving) for batch in sizes.decode_batches], parity
+            parity.faults.append("a step could not be replayed: see the log")
+            return _Replayed(told, parity, [*none])
+        return _Replayed(told, parity, [_decode(driver, sizes, batch, saving) for batch in sizes.decode_batches])
 
 
 def _folder_of(saving: Extraction) -> Path:

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu.parity import Parity, describe
 from benchmarks.gpu.rates import DecodeRate, PrefillRate, Rates
+from engine.device.host import usable_cpus
 
 SHARE_OF_MATRIX_RATE, OVERHEAD, SAMPLES_PER_SECOND = 0.60, 0.03, 110.0
 """What is aimed at; the last one on a card of an H200's class, with samples of 1,024 tokens."""
@@ -36,7 +37,7 @@ class Card:
             name, memory = properties.name, properties.total_memory
         else:
             name, memory = f"{platform.machine()} processor", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cpus()
         return cls(name, memory, torch.__version__, torch.version.cuda, cores, str(folder), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
 
 
@@ -101,6 +102,8 @@ def _rate_lines(rates: Rates) -> list[str]:
             ["prompts", "tokens/s", "with files", "copied only", "of matrix rate", "files add", "copies add"],
             map(_prefill_row, rates.prefill),
         ),
+        "",
+        f"Graphs: {rates.graphs}",
         "",
         *_table(["text, batch", "tokens/s", "with files", "graphs", "graphs, files"], map(_decode_row, rates.decode)),
         "",

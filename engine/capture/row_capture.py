@@ -1,20 +1,22 @@
-"""The rows of one request on their way to its file: which are wanted, in which pages they lie, when the writer gets them."""
+"""The rows of one request on their way to its file: planned for a step, computed, landed in pages, handed to the writer."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
 
 from engine.cache.chain import HashChain
+from engine.cache.pool import IntArray
 from engine.cache.states import StateStore
+from engine.capture.held_pages import HeldPages, pages_reserved, positions_in
 from engine.capture.sink import Landing
 from engine.errors import SaveError
-from engine.saves.spec import Range, SaveSpec
-from engine.saves.writer import RowChunk, SaveEnd
-
-Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
-Slots = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+from engine.saves.chunk import RowChunk, SaveEnd
+from engine.saves.selection import Range, WantedRows
+from engine.saves.spec import SaveSpec
 
 
 class Job(Protocol):
@@ -30,35 +32,41 @@ class Job(Protocol):
     def cancel(self, error: SaveError) -> None: ...
 
 
-@dataclass
-class BlockPages:
-    """The pages of one block of positions, one per layer."""
+class Phase(Enum):
+    """Of a capture, in this order; only a preemption leads back."""
 
-    pages: tuple[int, ...]
-    num_filled: int = 0
-    shared: bool = False
-    """Found in, or offered to, the prefix cache: complete, and not written again."""
+    WAITING = auto()
+    """The request isn't running: what it has captured goes to the writer as soon as its place in the file is certain."""
+    RUNNING = auto()
+    """Rows go to the writer by whole blocks."""
+    ENDING = auto()
+    """The text is done: once all rows have landed the file is completed."""
+    CLOSED = auto()
 
 
-@dataclass(eq=False)
-class Flight:
-    """Rows of one step that may not stand in their pages yet. Their pages are held until they do, whatever becomes of the request."""
+@dataclass(slots=True)
+class CapturePlan:
+    """The rows that one chunk captures. Their pages are taken."""
 
     first: int
+    """Rows below it belong to chunks before."""
     end: int
-    blocks: list[tuple[int, BlockPages, int]]
-    """Block number, its pages, and how many of its rows are under way."""
-    landed: bool
-    confirmed: bool = False
-    """The step has gone well, and the sequence has these positions."""
+    ranges: Sequence[Range]
+    pages: IntArray | None = None  # [layers]
+    """Of the row, where it is a single one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Of one layer."""
+        return sum(high - low for low, high in self.ranges)
 
 
 class RowCapture:
-    """Positions only move up: `handed_end <= landed_end <= captured_end`, and all survive a preemption.
+    """Positions only move up, but for a withdrawn plan: `handed_end <= landed_end <= captured_end <= planned_end`.
 
-    Rows below `captured_end` are in pages or on their way there, handed on or not kept: a request that starts again doesn't capture
-    them twice. Nobody reads them before they are below `landed_end`. Rows below `handed_end` belong to the writer. `total` is the
-    number of rows of the sequence where that is known beforehand.
+    All survive a preemption: rows below `planned_end` are not captured twice. Rows below `captured_end` have been computed, those below
+    `landed_end` stand in their pages, those below `handed_end` belong to the writer, as far as they are kept at all.
+    `total` is the number of rows of the sequence where that is known beforehand.
     """
 
     def __init__(
@@ -70,327 +78,233 @@ class RowCapture:
         *,
         total: int | None,
         max_total: int,
-        release: Callable[[Sequence[int]], None],
+        release: Callable[[IntArray], None],
     ) -> None:
         """`chain` names the blocks for the prefix cache (None: it is off); `release` takes pages back, from any thread."""
         self.spec = spec
         self.job = job
         self.total = total
+        self.page_size = store.page_size
+        self.planned_end = 0
         self.captured_end = 0
         self.handed_end = 0
-        self.reservation = pages_reserved(spec, store.page_size, total, max_total)
-        self._store = store
-        self._chain = chain
+        self.pages = HeldPages(store, spec.layers, chain, pages_reserved(spec.rows, len(spec.layers), store.page_size, total, max_total))
+        self._wanted = WantedRows(spec.rows, total)
+        self._lags = spec.rows.lookback > 0
+        """Rows are kept back until it is certain that they don't belong to the end."""
         self._release = release
-        self._blocks: dict[int, BlockPages] = {}
-        self._ranges: list[Range] = []
-        self._flights: list[Flight] = []
-        self._gives_all = False
-        """The sequence has been preempted: what lands is handed on at once."""
-        self._ending: tuple[Sequence[Range], int, SaveEnd] | None = None
+        self._in_flight: deque[tuple[Landing, CapturePlan]] = deque()
+        self._phase = Phase.WAITING
         self._started = False
-
-    @property
-    def page_size(self) -> int:
-        return self._store.page_size
-
-    @property
-    def num_held(self) -> int:
-        return len(self._blocks) * len(self.spec.layers)
+        self._end: tuple[WantedRows, SaveEnd] | None = None
 
     @property
     def landed_end(self) -> int:
-        """Rows below it stand in their pages, or aren't kept."""
-        return self._flights[0].first if self._flights else self.captured_end
+        return self._in_flight[0][1].first if self._in_flight else self.captured_end
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether computed rows are on their way to their pages."""
+        return bool(self._in_flight)
 
     @property
     def kept_end(self) -> int | None:
         """The end of the last kept row, where known beforehand."""
-        if self.total is None:
-            return None
-        ranges = self.spec.rows.ranges(self.total)
-        return ranges[-1][1] if ranges else 0
+        return self._wanted.kept_end
 
     def can_start(self) -> bool:
-        """Whether there are pages for one block of every layer, and for what must be promised."""
-        need = max(len(self.spec.layers), self.reservation - self.num_held)
-        return self._store.headroom(self) >= need
+        """Whether there are pages to begin with, if any are needed."""
+        done = self.kept_end is not None and self.planned_end >= self.kept_end
+        return done or self.pages.can_start(self.planned_end)
 
     def start(self) -> None:
-        """The sequence runs (again): what was promised is taken out of the others' reach."""
+        """The sequence runs (again)."""
         if not self._started:
             self._started = True
             self.job.start()
-        self._gives_all = False
-        if self.reservation:
-            self._store.reserve(self)
+        self._phase = Phase.RUNNING
+        self.pages.claim()
 
     # Before a step
 
-    def reserve(self, start: int, end: int, at_least: int) -> int:
-        """Gets pages for what is wanted of positions `start … end - 1`; returns how far they reach (`start`: not at all).
+    def limit(self, start: int, end: int, at_least: int, max_rows: int | None) -> int:
+        """How far a chunk of positions `start … end - 1` may go (`start`: not at all); nothing is taken.
 
-        `at_least`: rows that the sequence is sure to have.
+        `at_least`: rows that the sequence is sure to have; `max_rows`: rows times layers that the step may still capture.
         """
-        wanted = self._wanted(start, end, at_least)
-        size = self._store.page_size
-        for low, high in wanted:
-            for block in range(low // size, -(-high // size)):
-                if block not in self._blocks and not self._add_block(block):
-                    end = max(low, block * size)
-                    self._ranges = _intersect(wanted, start, end)
-                    return end
-        self._ranges = wanted
-        return end
+        ranges = self._missing(start, end, at_least)
+        if max_rows is not None:
+            end, ranges = _first_rows(ranges, end, max_rows // len(self.spec.layers))
+        return self.pages.reach(ranges, end) if ranges else end
 
-    def limit_rows(self, end: int, max_rows: int) -> int:
-        """The chunk's end, moved down so that the rows to be captured, times layers, are at most `max_rows`."""
-        room = max_rows // len(self.spec.layers)
-        for low, high in self._ranges:
-            if high - low > room:
-                end = low + room
-                break
-            room -= high - low
-        self.clip(end)
-        return end
+    def plan(self, start: int, end: int, at_least: int) -> CapturePlan:
+        """The rows of a chunk that `limit` has allowed. `commit` or `withdraw` is next, in the order of plans."""
+        plan = CapturePlan(self.planned_end, max(self.planned_end, end), self._missing(start, end, at_least))
+        if plan.ranges:
+            self.pages.take(plan.ranges)
+        self.planned_end = plan.end
+        return plan
 
-    def clip(self, end: int) -> None:
-        """The chunk ends at `end` after all; 0 gives the whole plan up."""
-        if self._ranges and self._ranges[-1][1] > end:
-            self._ranges = _intersect(self._ranges, 0, end)
-
-    @property
-    def num_rows_planned(self) -> int:
-        """Rows times layers that the planned chunk captures."""
-        return sum(high - low for low, high in self._ranges) * len(self.spec.layers)
-
-    def planned_row(self) -> tuple[int, tuple[int, ...]] | None:
-        """Where the plan is a single row: its position, and its page per layer. What most sequences of most steps have, without arrays."""
-        if len(self._ranges) != 1:
+    def plan_row(self, position: int, at_least: int) -> CapturePlan | None:
+        """`limit` and `plan` for a chunk of a single row; None where there is no page for it."""
+        first = self.planned_end
+        if position < first:
+            return CapturePlan(first, first, ())
+        if not self._wanted.may_keep(position, at_least):
+            self.planned_end = position + 1
+            return CapturePlan(first, position + 1, ())
+        pages = self.pages.take_for_row(position)
+        if pages is None:
             return None
-        low, high = self._ranges[0]
-        return (low, self._blocks[low // self._store.page_size].pages) if high - low == 1 else None
+        self.planned_end = position + 1
+        return CapturePlan(first, position + 1, ((position, position + 1),), pages)
 
-    def planned(self) -> tuple[Positions, Slots] | None:
-        """Positions `[n]` of the rows to capture in this step and their slots `[layers, n]` in the store; None: no rows."""
-        if not self._ranges:
-            return None
-        positions = np.concatenate([np.arange(low, high) for low, high in self._ranges])
-        size = self._store.page_size
-        blocks, inverse = np.unique(positions // size, return_inverse=True)
-        pages = np.array([self._blocks[block].pages for block in blocks.tolist()], dtype=np.int64).T  # [layers, blocks]
-        return positions, pages[:, inverse] * size + positions % size
+    def shorten(self, plan: CapturePlan, end: int) -> CapturePlan:
+        """The latest plan, of a chunk that ends at `end` after all."""
+        assert plan.end == self.planned_end
+        self.planned_end = max(plan.first, end)
+        return CapturePlan(plan.first, self.planned_end, _clipped(plan.ranges, end))
+
+    def withdraw(self, plan: CapturePlan) -> None:
+        """The latest plan won't be computed."""
+        assert plan.end == self.planned_end
+        self.planned_end = plan.first
+
+    def slots(self, plan: CapturePlan) -> tuple[IntArray, IntArray]:
+        """Positions `[n]` of the plan's rows, and their slots `[layers, n]` in the store."""
+        size, blocks = self.page_size, self.pages.blocks_of(plan.ranges)
+        slots = self.pages.of(blocks).T[:, :, None] * size + np.arange(size)  # [layers, blocks, page_size]
+        slots = slots.reshape(len(self.spec.layers), -1)
+        if len(plan.ranges) == 1:
+            low, high = plan.ranges[0]
+            before = blocks[0] * size
+            return np.arange(low, high), slots[:, low - before : high - before]
+        positions = positions_in(plan.ranges)
+        return positions, slots[:, np.searchsorted(blocks, positions // size) * size + positions % size]
 
     # After a step
 
-    def commit(self, end: int, landing: Landing | None = None) -> None:
-        """The rows planned up to `end` have been computed. Once they stand in their pages, complete blocks are offered to the prefix
-        cache: now, or when they land."""
-        if landing is not None or self._flights:
-            self.confirm(self.launch(end, landing))
-            return
-        self._fill(self._planned_blocks())
-        self._ranges = []
-        self.captured_end = max(self.captured_end, end)
+    def commit(self, plan: CapturePlan, landing: Landing) -> bool:
+        """The oldest plan has been computed: its rows are on their way, or stand in their pages, and go to the writer. Whether some are on
+        their way, so that `settle` is to be called."""
+        end = self.captured_end = plan.end
+        if self._in_flight or not landing.landed:
+            self._in_flight.append((landing, plan))
+            return True
+        if plan.pages is None or self._lags:
+            self._land(plan)
+            self.hand_over()
+        elif self.pages.fill_row(end - 1) or end == self.total:
+            self.hand_over()
+        return False
 
-    def launch(self, end: int, landing: Landing | None) -> Flight:
-        """The rows planned up to `end` are being computed; `confirm` or `withdraw` is next, before `finish`."""
-        blocks = self._planned_blocks()
-        flight = Flight(self.captured_end, end, blocks, landed=landing is None or not blocks)
-        self._ranges = []
-        self.captured_end = max(self.captured_end, end)
-        self._flights.append(flight)
-        if landing is not None and blocks:
-            for _, held, _ in blocks:
-                for page in held.pages:
-                    self._store.pool.retain(page)
-            landing.then(lambda: self._land(flight))
-        return flight
+    def settle(self) -> None:
+        """Takes notice of what has landed meanwhile."""
+        before = len(self._in_flight)
+        while self._in_flight and self._in_flight[0][0].landed:
+            self._land(self._in_flight.popleft()[1])
+        if len(self._in_flight) < before:
+            self._hand_what_landed()
 
-    def confirm(self, flight: Flight) -> None:
-        flight.confirmed = True
-        self._settle()
-
-    def withdraw(self, flight: Flight) -> None:
-        """The sequence ended before these positions. It must be the latest that was launched."""
-        assert self._flights[-1] is flight
-        self._flights.pop()
-        self.captured_end = flight.first
-
-    def hand_over(self, at_least: int, *, everything: bool = False) -> None:
-        """Gives the writer the rows whose place in the file is certain: whole blocks, or `everything` that is certain.
-
-        With `everything`, rows that are on their way follow as soon as they have landed.
-        """
-        self._gives_all = everything and bool(self._flights)
-        size, landed_end = self._store.page_size, self.landed_end
-        if not everything and landed_end != self.total and landed_end // size == self.handed_end // size:
+    def hand_over(self) -> None:
+        """Gives the writer whole blocks of rows that have landed and whose place in the file is certain."""
+        size, landed_end = self.page_size, self.landed_end
+        if landed_end != self.total and landed_end // size == self.handed_end // size:
             return  # no further block is complete
-        if self.total is None:
-            horizon, kept = self.spec.rows.settled(at_least)
-        else:
-            horizon, kept = landed_end, self.spec.rows.ranges(self.total)
-        horizon = min(horizon, landed_end)
-        if not everything and horizon != self.total:
+        horizon = min(self._wanted.settled(self.captured_end), landed_end)
+        if horizon != self.total:
             horizon -= horizon % size
-        self._hand(kept, horizon)
+        self._hand(self._wanted, horizon)
+
+    def pause(self) -> None:
+        """The sequence was preempted: all rows whose place is certain go to the writer, those on their way once they have landed."""
+        self._phase = Phase.WAITING
+        self._hand_everything()
 
     def finish(self, token_ids: Sequence[int], total: int, num_prompt_tokens: int) -> None:
         """All kept rows of `total` have been captured: once they have landed the rest goes to the writer, which publishes the file."""
-        kept = self.spec.rows.ranges(total)
-        assert not kept or self.captured_end >= kept[-1][1], "a row that was not computed can't be saved"
-        self._ending = kept, total, SaveEnd.of(self.spec.rows, token_ids, total, num_prompt_tokens)
-        self._end_if_landed()
+        kept = self._wanted if self.total == total else WantedRows(self.spec.rows, total)
+        assert self.captured_end >= (kept.kept_end or 0), "a row that was not computed can't be saved"
+        self._end = kept, SaveEnd.of(self.spec.rows, token_ids, total, num_prompt_tokens)
+        self._phase = Phase.ENDING
+        self._hand_what_landed()
 
     def cancel(self, error: SaveError) -> None:
         self._close()
         self.job.cancel(error)
 
-    def _close(self) -> None:
-        self._flights, self._ending = [], None
-        self._drop()
-        self._store.unreserve(self)
-
-    def _planned_blocks(self) -> list[tuple[int, BlockPages, int]]:
-        size = self._store.page_size
-        return [
-            (block, self._blocks[block], min(high, (block + 1) * size) - max(low, block * size))
-            for low, high in self._ranges
-            for block in range(low // size, -(-high // size))
-        ]
-
-    def _land(self, flight: Flight) -> None:
-        flight.landed = True
-        for settled in self._settle():
-            self.hand_over(settled.end, everything=self._gives_all)
-        for _, held, _ in flight.blocks:
-            for page in held.pages:
-                self._store.pool.release(page)
-        self._end_if_landed()
-
-    def _settle(self) -> list[Flight]:
-        settled = []
-        while self._flights and self._flights[0].landed and self._flights[0].confirmed:
-            settled.append(self._flights.pop(0))
-            self._fill(settled[-1].blocks)
-        return settled
-
-    def _fill(self, blocks: Sequence[tuple[int, BlockPages, int]]) -> None:
-        size = self._store.page_size
-        for block, held, count in blocks:
-            held.num_filled += count
-            if held.num_filled == size and self._blocks.get(block) is held:  # it may have been given up since
-                self._share(block)
-
-    def _end_if_landed(self) -> None:
-        if self._ending is not None and not self._flights:
-            kept, total, end = self._ending
-            self._hand(kept, total)
-            self.job.finish(end)
-            self._close()
-
     # Prefix hits
 
     def hit_limit(self, limit: int, at_least: int) -> int:
         """How far a run from cached pages could reach: the first block with a wanted row whose pages aren't all there, or `limit`."""
-        size, headroom = self._store.page_size, self._store.headroom(self)
-        for low, high in self._wanted(0, limit, at_least):
-            for block in range(low // size, -(-high // size)):
-                pages = self._cached(block)
-                if pages is None:
-                    return block * size
-                headroom -= sum(not self._store.pool.is_referenced(page) for page in pages)
-                if headroom < 0:
-                    return block * size
-        return limit
+        ranges = self._missing(0, limit, at_least)
+        return self.pages.hit_limit(ranges, limit) if ranges else limit
 
     def adopt(self, end: int, at_least: int) -> int:
         """Takes the wanted rows below `end` from cached pages (`hit_limit` said they are there); returns rows times layers."""
-        size, taken = self._store.page_size, 0
-        for low, high in self._wanted(0, end, at_least):
-            for block in range(low // size, -(-high // size)):
-                pages = self._cached(block)
-                assert pages is not None
-                for page in pages:
-                    self._store.pool.retain(page)
-                self._remove_block(block)
-                self._blocks[block] = BlockPages(pages, size, shared=True)
-            taken += (high - low) * len(self.spec.layers)
-        self._blocks = dict(sorted(self._blocks.items()))
-        self.captured_end = max(self.captured_end, end)
-        return taken
+        ranges = self._missing(0, end, at_least)
+        if ranges:
+            self.pages.adopt(ranges)
+        self.planned_end = self.captured_end = max(self.captured_end, end)
+        return sum(high - low for low, high in ranges) * len(self.spec.layers)
 
-    def _wanted(self, start: int, end: int, at_least: int) -> list[Range]:
-        """Ranges of `start … end - 1` that haven't been captured and that may turn out to be kept."""
-        if self.spec.rows.everything:
-            low, high = max(start, self.captured_end), end if self.total is None else min(end, self.total)
-            return [(low, high)] if low < high else []
-        if self.total is None:
-            horizon, ranges = self.spec.rows.settled(at_least)
-            if horizon < end:
-                ranges = [*ranges, (horizon, end)]
+    def _missing(self, start: int, end: int, at_least: int) -> Sequence[Range]:
+        """Ranges of `start … end - 1` that aren't planned yet and that are kept or may turn out to be."""
+        start = max(start, self.planned_end)
+        return self._wanted.within(start, end, at_least) if start < end else ()
+
+    def _land(self, plan: CapturePlan) -> None:
+        if plan.ranges:
+            self.pages.fill(plan.ranges)
+
+    def _hand_what_landed(self) -> None:
+        if self._phase is Phase.RUNNING:
+            self.hand_over()
+        elif self._phase is Phase.WAITING:
+            self._hand_everything()
+        elif self._phase is Phase.ENDING and not self._in_flight:
+            assert self._end is not None
+            kept, end = self._end
+            self._hand(kept, end.num_tokens)
+            self.job.finish(end)
+            self._close()
+
+    def _hand_everything(self) -> None:
+        self._hand(self._wanted, min(self._wanted.settled(self.captured_end), self.landed_end))
+
+    def _hand(self, kept: WantedRows, horizon: int) -> None:
+        if horizon > self.handed_end:
+            ranges = kept.kept(self.handed_end, horizon)
+            self.handed_end = horizon
+            if ranges:
+                self._append(ranges)
+        if self.handed_end == self.planned_end:
+            self.pages.drop_all()
         else:
-            ranges = self.spec.rows.ranges(self.total)
-        return _intersect(ranges, max(start, self.captured_end), end)
+            self.pages.drop_before(self.handed_end)
 
-    def _cached(self, block: int) -> tuple[int, ...] | None:
-        if self._chain is None or block >= self._chain.num_full_blocks:
-            return None
-        return self._store.lookup(self._chain.link(block), self.spec.layers)
+    def _append(self, ranges: Sequence[Range]) -> None:
+        blocks = self.pages.blocks_of(ranges)
+        pages = self.pages.give(blocks, self.handed_end)
+        flat = pages.reshape(-1)
+        self.job.append(RowChunk(ranges, np.array(blocks), pages, lambda: self._release(flat)))
 
-    def _share(self, block: int) -> None:
-        """Offers a complete block to the prefix cache."""
-        held = self._blocks[block]
-        if not held.shared and self._chain is not None:
-            self._store.register(self._chain.link(block), self.spec.layers, held.pages)
-            held.shared = True
-
-    def _add_block(self, block: int) -> bool:
-        pages = self._store.allocate(self, len(self.spec.layers))
-        if pages is None:
-            return False
-        self._blocks[block] = BlockPages(pages)
-        return True
-
-    def _hand(self, kept: Sequence[Range], horizon: int) -> None:
-        for low, high in _intersect(kept, self.handed_end, horizon):
-            self._append(low, high)
-        self.handed_end = max(self.handed_end, horizon)
-        size = self._store.page_size
-        for block in [block for block in self._blocks if (block + 1) * size <= self.handed_end]:
-            self._remove_block(block)
-        if self.handed_end == self.captured_end and not self._ranges:  # rows may land in the middle of the step that has the plan
-            self._drop()
-
-    def _append(self, low: int, high: int) -> None:
-        size = self._store.page_size
-        held = [self._blocks[block].pages for block in range(low // size, -(-high // size))]
-        pages = [page for pages in held for page in pages]
-        for page in pages:
-            self._store.pool.retain(page)
-        self.job.append(RowChunk(low, high - low, tuple(zip(*held, strict=True)), lambda: self._release(pages)))
-
-    def _remove_block(self, block: int) -> None:
-        held = self._blocks.pop(block, None)
-        for page in held.pages if held else ():
-            self._store.pool.release(page)
-
-    def _drop(self) -> None:
-        for block in list(self._blocks):
-            self._remove_block(block)
+    def _close(self) -> None:
+        self._phase = Phase.CLOSED
+        self._in_flight.clear()
+        self._end = None
+        self.pages.close()
 
 
-def pages_reserved(spec: SaveSpec, page_size: int, total: int | None, max_total: int) -> int:
-    """Pages that must be promised at admission: the ring of rows that can't be settled before the end.
+def _first_rows(ranges: Sequence[Range], end: int, max_rows: int) -> tuple[int, Sequence[Range]]:
+    """The chunk's end, moved down so that it has at most `max_rows` rows, and its ranges up to there."""
+    room = max_rows
+    for low, high in ranges:
+        if high - low > room:
+            return low + room, _clipped(ranges, low + room)
+        room -= high - low
+    return end, ranges
 
-    Rows go to the writer by whole blocks, so the ring spans the window, the block that its beginning lies in and the growing one.
-    """
-    if total is not None or spec.rows.lookback == 0:
-        return 0
-    blocks = min(-(-spec.rows.lookback // page_size) + 2, -(-max_total // page_size))
-    return blocks * len(spec.layers)
 
-
-def _intersect(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
-    clipped = [(max(low, start), min(high, end)) for low, high in ranges]
-    return [(low, high) for low, high in clipped if low < high]
+def _clipped(ranges: Sequence[Range], end: int) -> list[Range]:
+    return [(low, min(high, end)) for low, high in ranges if low < end]

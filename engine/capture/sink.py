@@ -1,7 +1,6 @@
 """The way of captured rows from the device to their pages in host memory."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -10,19 +9,10 @@ from engine.device.streams import CopyStream, Moment, copy_stream
 
 
 class Landing:
-    """The rows of one step that are on their way to their pages."""
+    """Whether the captured rows of one step stand in their pages: asked, by whoever wants to know and whenever that is."""
 
-    def __init__(self) -> None:
-        self._listeners: list[Callable[[], None]] = []
-
-    def then(self, listener: Callable[[], None]) -> None:
-        """`listener` is called once the rows stand in their pages, on the engine thread."""
-        self._listeners.append(listener)
-
-    def land(self) -> None:
-        for listener in self._listeners:
-            listener()
-        self._listeners.clear()
+    def __init__(self, *, landed: bool) -> None:
+        self.landed = landed
 
 
 class RowSink(Protocol):
@@ -42,8 +32,8 @@ class RowSink(Protocol):
         What the slots hold must be nobody's until the rows have landed.
         """
 
-    def flush(self) -> Landing | None:
-        """Sends the step's rows off without waiting for them. None: they stand in their pages already."""
+    def flush(self) -> Landing:
+        """Sends the step's rows off without waiting for them."""
 
     def collect(self, *, wait: bool = False) -> None:
         """Lets land what has arrived; with `wait`, at least the oldest step's rows that are on their way."""
@@ -60,13 +50,13 @@ class DirectSink:
 
     def __init__(self, store_rows: torch.Tensor) -> None:
         self._store_rows = store_rows  # [pages * page_size, width]
+        self._landed = Landing(landed=True)
 
     def put(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         self._store_rows.index_copy_(0, slots, rows)
 
-    def flush(self) -> Landing | None:
-        """Nothing is under way."""
-        return None
+    def flush(self) -> Landing:
+        return self._landed
 
     def collect(self, *, wait: bool = False) -> None:
         """Nothing is under way."""
@@ -120,11 +110,11 @@ class StagedSink:
         buffer.slots.append(slots)
         buffer.used = end
 
-    def flush(self) -> Landing | None:
+    def flush(self) -> Landing:
         buffer = self._filling
         if buffer is None:
-            return None
-        moment, landing = self._stream.copy(buffer.host[: buffer.used], buffer.staging[: buffer.used]), Landing()
+            return Landing(landed=True)
+        moment, landing = self._stream.copy(buffer.host[: buffer.used], buffer.staging[: buffer.used]), Landing(landed=False)
         self._under_way.append((buffer, moment, landing))
         self._filling = None
         return landing
@@ -152,4 +142,4 @@ class StagedSink:
         self._store_rows.index_copy_(0, torch.cat(buffer.slots), buffer.host[: buffer.used])
         buffer.clear()
         self._free.append(buffer)
-        landing.land()
+        landing.landed = True

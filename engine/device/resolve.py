@@ -34,6 +34,12 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def use_device(device: torch.device) -> None:
+    """Makes it the calling thread's current one, which libraries launch their kernels on whatever device the tensors are on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's, but float32 on a CPU that would have to emulate the checkpoint's."""
     if name != "auto":

@@ -1,22 +1,22 @@
-"""Steps of single tokens, recorded once per size of the batch and replayed: the host launches one graph instead of every kernel.
+"""Steps of single tokens, recorded at start once per size of the batch and replayed: the host launches one graph instead of every kernel.
 
 A recorded step reads and writes memory that stays where it is. Its inputs are filled before a replay: token ids, positions and, through
 the attention backend, block tables. Rows beyond the batch are padding, whose keys and values go to the null block. What comes out lies
 in buffers that all graphs share, and is to be used before the next replay: the logits and, where rows are captured, every layer's rows.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from engine.attention.facade import AttentionBackend, FixedShape, GraphBackend, GroupPlan, RefillableContext, SequencePlan
+from engine.attention.facade import FixedShape, GraphBackend, GroupCache, GroupStep, RefillableContext
 from engine.attention.transfer import StepBuffer
-from engine.execution.batch import Batch
+from engine.execution.step_input import StepInput
 from engine.layers import LayerId
 from engine.models.base import ForwardBatch, Model
 
@@ -33,6 +33,9 @@ class Recorder(Protocol):
 
     def record(self, work: Callable[[], None]) -> Replay:
         """Runs `work` at least once as it is, then records it. It must neither wait for the device nor allocate what outlives it."""
+
+    def free_bytes(self) -> int:
+        """Of the device's memory, once what nobody uses any more has been given back."""
 
 
 class CudaRecorder:
@@ -57,15 +60,22 @@ class CudaRecorder:
             work()
         return graph.replay
 
+    def free_bytes(self) -> int:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Size:
     """Steps of up to `rows` sequences."""
 
     rows: int
     inputs: StepBuffer
     context: RefillableContext
-    graphs: dict[bool, Replay] = field(default_factory=dict)
+    graphs: dict[bool, Replay]
     """By whether rows are captured."""
 
 
@@ -82,71 +92,72 @@ class GraphStep:
 
 
 class DecodeGraphs:
-    """Belongs to the engine thread. Graphs are recorded when they are first needed."""
+    """What is recorded may be replayed on another thread, one step at a time."""
 
     def __init__(self, model: Model, backend: GraphBackend, recorder: Recorder, *, max_len: int, max_batch: int = MAX_BATCH) -> None:
-        """`max_len`: positions of the longest sequence there can be."""
+        """`max_len`: positions of the longest sequence there can be; `max_batch`: sequences of the largest step to be recorded."""
         config = model.config
         self._model = model
         self._backend = backend
         self._recorder = recorder
         self._max_len = max_len
         self._sizes: dict[int, _Size] = {}
-        self._max_batch = min(max_batch, MAX_BATCH)
-        rows = self._padded(self._max_batch)
+        self.max_batch = min(max_batch, MAX_BATCH)
+        rows = _padded(self.max_batch)
         self.logits = torch.empty(rows, config.vocab_size, dtype=torch.float32, device=model.device)
         self.states = torch.empty(config.num_layers + 2, rows, config.hidden_size, dtype=model.dtype, device=model.device)
         self.num_replays = 0
 
-    def fits(self, batch: Batch) -> bool:
-        """Whether the step is one of single tokens that all run through all layers, with no logits wanted but for sampling."""
-        rows = batch.num_tokens
-        return (
-            0 < rows <= self._max_batch
-            and len(batch.chunks) == rows
-            and batch.rows_at_layer[-1] == rows
-            and batch.final_rows is None
-            and bool(batch.sampled)
-            and not batch.logprob_rows
-        )
+    @property
+    def num_recorded(self) -> int:
+        return sum(len(size.graphs) for size in self._sizes.values())
 
-    def run(
-        self, batch: Batch, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan], on_device: torch.Tensor | None = None
-    ) -> GraphStep:
-        """Computes a step that `fits`. `on_device`: token ids that take the place of the batch's."""
-        count, capturing = batch.num_tokens, bool(batch.captures)
-        size = self._size(count, groups)
-        size.context.refill(sequences, groups)
+    @torch.inference_mode()
+    def record(self, caches: Sequence[GroupCache]) -> None:
+        """Records steps of every size over the caches of all KV groups; nothing can be replayed before.
+
+        The largest ones come first, so that the others find room in the memory that those needed.
+        """
+        rows = _padded(self.max_batch)
+        while rows:
+            self._sizes[rows] = self._record_size(rows, caches)
+            rows //= 2
+
+    def fits(self, step: StepInput) -> bool:
+        """Whether the step is one of single tokens that all run through all layers, with no logits wanted but for sampling."""
+        return 0 < step.num_tokens <= self.max_batch and step.all_single and len(step.sampled_rows) > 0 and not step.scores
+
+    def run(self, step: StepInput, groups: Sequence[GroupStep], given: torch.Tensor | None = None) -> GraphStep:
+        """Computes a step that `fits`. `given`: `[rows]` token ids on the device, in the place of the step's."""
+        count = step.num_tokens
+        size = self._sizes[_padded(count)]
+        size.context.refill(step.sequences, [group for _, group in groups])
         padding = (0, size.rows - count)
-        token_ids, positions = size.inputs.send([np.pad(array.numpy(), padding) for array in (batch.token_ids, batch.positions)])
-        if on_device is not None:
-            token_ids[:count].copy_(on_device)
-        if capturing not in size.graphs:
-            work = self._work(size, token_ids, positions, capturing)
-            size.graphs[capturing] = self._recorder.record(work)
-        size.graphs[capturing]()
+        token_ids, _ = size.inputs.send([np.pad(array, padding) for array in (step.token_ids, step.positions)])
+        if given is not None:
+            token_ids[:count].copy_(given)
+        size.graphs[bool(step.captures)]()
         self.num_replays += 1
         return GraphStep(self.logits[:count], self.states[:, :count])
 
-    def _size(self, count: int, groups: Sequence[GroupPlan]) -> _Size:
-        rows = self._padded(count)
-        if rows not in self._sizes:
-            context = self._backend.plan_decodes(FixedShape(rows, self._max_len), groups)
-            self._sizes[rows] = _Size(rows, StepBuffer(self._model.device), context)
-        return self._sizes[rows]
+    def _record_size(self, rows: int, caches: Sequence[GroupCache]) -> _Size:
+        inputs, nothing = StepBuffer(self._model.device), np.zeros(rows, np.int64)
+        context = self._backend.plan_decodes(FixedShape(rows, self._max_len), caches)
+        token_ids, positions = inputs.send([nothing, nothing])  # `run` sends to the same addresses
+        works = {capturing: self._work(rows, context, token_ids, positions, capturing) for capturing in (True, False)}
+        return _Size(rows, inputs, context, {capturing: self._recorder.record(work) for capturing, work in works.items()})
 
-    def _padded(self, count: int) -> int:
-        return 1 << (count - 1).bit_length()
-
-    def _work(self, size: _Size, token_ids: torch.Tensor, positions: torch.Tensor, capturing: bool) -> Callable[[], None]:
-        rows, num_layers = size.rows, self._model.config.num_layers
+    def _work(
+        self, rows: int, context: RefillableContext, token_ids: torch.Tensor, positions: torch.Tensor, capturing: bool
+    ) -> Callable[[], None]:
+        num_layers = self._model.config.num_layers
 
         def capture(layer: int, hidden: torch.Tensor) -> None:
             if capturing:
                 self.states[layer, :rows].copy_(hidden)
 
         def work() -> None:
-            hidden = self._model.forward(ForwardBatch(token_ids, positions, [rows] * num_layers, size.context, capture))
+            hidden = self._model.forward(ForwardBatch(token_ids, positions, [rows] * num_layers, context, capture))
             normed = self._model.final_norm(hidden)
             if capturing:
                 self.states[-1, :rows].copy_(normed)
@@ -155,8 +166,13 @@ class DecodeGraphs:
         return work
 
 
+def _padded(count: int) -> int:
+    """The size of the graph for a step of so many sequences."""
+    return 1 << (count - 1).bit_length()
+
+
 class GraphsOrNot:
-    """Replays what can be replayed, until recording fails: from then on nothing, since it would fail again."""
+    """Replays what can be replayed, until that fails: from then on nothing, since it would fail again."""
 
     def __init__(self, graphs: DecodeGraphs | None) -> None:
         self._graphs = graphs
@@ -165,27 +181,13 @@ class GraphsOrNot:
     def usable(self) -> bool:
         return self._graphs is not None
 
-    def run(
-        self,
-        batch: Batch,
-        sequences: Sequence[SequencePlan],
-        groups: Callable[[], Sequence[GroupPlan]],
-        on_device: torch.Tensor | None = None,
-    ) -> GraphStep | None:
+    def run(self, step: StepInput, groups: Sequence[GroupStep], given: torch.Tensor | None = None) -> GraphStep | None:
         """None: the step is to be computed without a graph."""
-        if self._graphs is None or not self._graphs.fits(batch):
+        if self._graphs is None or not self._graphs.fits(step):
             return None
         try:
-            return self._graphs.run(batch, sequences, groups(), on_device)
+            return self._graphs.run(step, groups, given)
         except Exception:
-            _log.exception("a decoding step could not be recorded or replayed; from now on every kernel is launched by itself")
+            _log.exception("a decoding step could not be replayed; from now on every kernel is launched by itself")
             self._graphs = None
             return None
-
-
-def graphs_for(model: Model, backend: AttentionBackend, *, max_len: int, max_batch: int) -> DecodeGraphs | None:
-    """None where the device or the attention backend has no graphs, or where there is no memory for their buffers."""
-    if model.device.type == "cuda" and isinstance(backend, GraphBackend):
-        with suppress(torch.OutOfMemoryError):
-            return DecodeGraphs(model, backend, CudaRecorder(model.device), max_len=max_len, max_batch=max_batch)
-    return None

@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 
-import torch
+import numpy as np
 
 from engine.cache.kv import KVCache
 from engine.cache.pool import NULL_BLOCK
-from engine.execution.batch import Batch, CaptureRows, build_batch
+from engine.execution.step_input import CaptureInput, StepInput, build_step
 from engine.layers import LayerId
 from engine.request import EngineRequest, SamplingParams
-from engine.scheduling.scheduler import Chunk
+from engine.sampling.sampler import SampledRow
+from engine.scheduling.plan import Chunk
 from engine.scheduling.sequence import TokenSequence
 
 PROBE_REQUEST = "probe"
@@ -27,14 +28,15 @@ class Probe:
         self._num_layers = num_layers
         request = EngineRequest(PROBE_REQUEST, (0,), SamplingParams(max_tokens=1, temperature=0.0))
         self._sequence = TokenSequence(request, 0, num_layers, [0], {}, kv.new_tables(num_layers))
+        self.sampled_row = SampledRow(request.sampling, None, None)
 
-    def begin(self) -> Batch | None:
+    def begin(self) -> StepInput | None:
         """None where others hold every block of some group: then it takes them to tell. `end` is next, in any case."""
         sequence = self._sequence
         if self._kv.extend(sequence.tables, 0, 1) < 1:
             return None
-        batch = build_batch([Chunk(sequence, 0, 1)], self._num_layers)
-        return replace(batch, captures={layer: _null_page() for layer in self._captured()})
+        step = build_step([Chunk(sequence, 0, 1, self._num_layers, samples=True)], self._kv, self._num_layers)
+        return replace(step, captures={layer: _null_page() for layer in self._captured()})
 
     def end(self) -> None:
         self._kv.release(self._sequence.tables)
@@ -43,6 +45,6 @@ class Probe:
         return [0, self._num_layers, "norm"]
 
 
-def _null_page() -> CaptureRows:
-    """The batch's only row, and the first row of the page that nobody reads."""
-    return CaptureRows(torch.tensor([0]), torch.tensor([NULL_BLOCK]))
+def _null_page() -> CaptureInput:
+    """The step's only row, and the first row of the page that nobody reads."""
+    return CaptureInput(np.array([0]), np.array([NULL_BLOCK]))

@@ -1,76 +1,73 @@
-"""Runs one batch through the model: captured rows to their pages, sampled rows to the sampler."""
+"""Runs one step's arrays through the model: captured rows to their pages, logits of sampled rows, scores of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.attention.facade import AttentionBackend, GroupPlan, SequencePlan
-from engine.cache.kv import KVCache
-from engine.cache.pool import NULL_BLOCK
+from engine.attention.facade import AttentionBackend, GroupCache, GroupStep
+from engine.cache.pool import IntArray
 from engine.capture.sink import Landing, RowSink
-from engine.device.streams import CopyStream, Moment, copy_stream, to_device
-from engine.errors import EngineError
-from engine.execution.batch import Batch, num_scored
-from engine.execution.graphs import DecodeGraphs, GraphsOrNot, GraphStep
+from engine.device.packing import arrays_to_device
+from engine.device.streams import OneStream
+from engine.execution.graphs import DecodeGraphs, GraphsOrNot
+from engine.execution.step_input import CaptureInput, ScoreInput, StepInput
 from engine.models.base import ForwardBatch, Model
-from engine.request import TokenLogprobs
-from engine.sampling.penalties import needs_penalties
-from engine.sampling.sampler import Choice, SampledRow, SampledToken, Sampler, token_logprobs
-from engine.scheduling.sequence import TokenSequence
+from engine.sampling.logprobs import TokenScores, joined, score
 
 _SCORED_ROWS_AT_ONCE = 128
 """Rows of logits that are in memory at a time while prompts are scored."""
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """Per sampled chunk of the batch its token, or what kept it from having one; per scored prompt its new log-probabilities."""
+class StepOutput:
+    """What a step gives before tokens are chosen."""
 
-    tokens: Sequence[SampledToken | EngineError]
-    prompt_logprobs: Sequence[tuple[TokenSequence, Sequence[TokenLogprobs]]]
-    landing: Landing | None = None
-    """Of the captured rows; None: they stand in their pages."""
+    logits: torch.Tensor | None  # [sampled, vocab] float32, on the device; None: nothing is sampled
+    scores: Sequence[TokenScores]
+    """For each of the step's `scores`, on the device."""
+    landing: Landing
+    """Of the captured rows."""
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A step that the device was given, and whose tokens nobody has waited for."""
+class StepArrays:
+    """A step's index arrays on the device, which go there in one transfer. Each is asked for by the array that it was."""
 
-    batch: Batch
-    choice: Choice
-    ids: torch.Tensor  # [sampled], on the host once `arrived`
-    arrived: Moment
-    landing: Landing | None
+    def __init__(self, step: StepInput, device: torch.device) -> None:
+        self._step = step  # keeps the arrays, by whose identity theirs are found
+        arrays = [step.token_ids, step.positions, step.sampled_rows, step.unknown_rows, step.unknown_from]
+        arrays += [] if step.final_rows is None else [step.final_rows]
+        arrays += [wanted.targets for wanted in step.scores]
+        arrays += [wanted.rows for wanted in step.captures.values() if _as_slice(wanted.rows) is None]
+        by_identity = {id(array): array for array in arrays}
+        self._sent = dict(zip(by_identity, arrays_to_device(list(by_identity.values()), device), strict=True))
 
-    def ids_of(self, batch: Batch) -> torch.Tensor:
-        """The tokens that a batch of single positions begins with, `[rows]` on the device: those that this step gives."""
-        places = {chunk.sequence: place for place, chunk in enumerate(self.batch.sampled)}
-        index = torch.tensor([places[chunk.sequence] for chunk in batch.chunks])
-        # A row without a token goes on with any: its request fails before anybody sees what comes of it.
-        return self.choice.ids.clamp_min(0).index_select(0, to_device(index, self.choice.ids.device))
+    def __getitem__(self, array: IntArray) -> torch.Tensor:
+        return self._sent[id(array)]
 
 
 class ModelRunner:
-    """Belongs to the engine thread."""
+    """Belongs to the engine thread. What it is given goes to one stream of the device, step after step.
+
+    The scheduler gives out no block that a step in flight reads or writes. But a step that was withdrawn may still run, and its blocks be
+    given out: whoever gets them comes behind it on that stream.
+    """
 
     def __init__(
         self,
         model: Model,
-        kv: KVCache,
+        caches: Sequence[GroupCache],
         sink: RowSink,
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,
-        stream: CopyStream | None = None,
     ) -> None:
-        """`graphs` compute the steps that they can; `stream` brings token ids to the host."""
+        """`caches`: of the KV groups, by their number; `graphs` compute the steps that they can."""
         self._model = model
-        self._kv = kv
+        self._caches = caches
         self._sink = sink
         self._attention = attention
         self._graphs = GraphsOrNot(graphs)
-        self._stream = stream or copy_stream(model.device)
-        self._sampler = Sampler(model.config.vocab_size, model.device)
+        self._stream = OneStream(model.device)
 
     @property
     def busy(self) -> bool:
@@ -86,133 +83,91 @@ class ModelRunner:
         """See `RowSink.collect`."""
         self._sink.collect(wait=wait)
 
-    def execute(self, batch: Batch) -> StepResult:
-        """When it returns, every captured row stands in its page or is on its way there. When it raises, it may be called again for the
-        same tokens."""
-        try:
-            return self._execute(batch)
-        except BaseException:
-            self._sink.discard()
-            raise
+    def run(self, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
+        """Gives the device a step, and waits for nothing. When it raises, it may be called again for the same step, or for a part of it.
 
-    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
-        """Gives the device a step of which some rows are sampled and no prompt is scored, and waits for nothing.
+        Captured rows are sent off before it returns, so before a token is chosen or waited for.
 
-        `before`: the step that gives the batch's token ids, which may be under way still; those of the batch itself are ignored then.
-        When it raises, it may be called again.
+        `sampled_before`: `[sampled]` int64 on the device, the tokens of the step before, where the step has rows whose tokens aren't known.
         """
+        self._stream.check()
         try:
-            logits, _ = self._forward(batch, None if before is None else before.ids_of(batch))
-            assert logits is not None
-            choice = self._sampler.choose(logits, _sampled_rows(batch))
-            ids = torch.empty(choice.ids.shape, dtype=torch.int64, pin_memory=self._stream.pinned)
-            arrived = self._stream.copy(ids, choice.ids)
-            return Launched(batch, choice, ids, arrived, self._sink.flush())
+            groups = [(self._caches[number], group) for number, group in step.groups.items()]
+            arrays = StepArrays(step, self._model.device)
+            given = _given_tokens(step, arrays, sampled_before)
+            logits, scores = self._replay(step, arrays, groups, given) or self._forward(step, arrays, groups, given)
+            return StepOutput(logits, scores, self._sink.flush())
         except BaseException:
             self._sink.discard()
             raise
 
-    def finish(self, launched: Launched) -> StepResult:
-        """Waits for the tokens of a step."""
-        self._sink.collect()
-        launched.arrived.wait()
-        tokens = self._sampler.answers(launched.choice, _sampled_rows(launched.batch), launched.ids.tolist())
-        return StepResult(tokens, [], launched.landing)
-
-    def _execute(self, batch: Batch) -> StepResult:
-        return self._finish(batch, *self._forward(batch))
+    def _replay(
+        self, step: StepInput, arrays: StepArrays, groups: Sequence[GroupStep], given: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, list[TokenScores]] | None:
+        replayed = self._graphs.run(step, groups, given)
+        if replayed is None:
+            return None
+        for layer, wanted in step.captures.items():
+            self._put(wanted, replayed.state(layer), arrays)
+        return replayed.logits.index_select(0, arrays[step.sampled_rows]), []
 
     def _forward(
-        self, batch: Batch, token_ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, list[tuple[TokenSequence, list[TokenLogprobs]]]]:
-        """Logits of the sampled rows, and scored prompts. `token_ids`: on the device, in place of the batch's."""
-        replayed = self._graphs.run(batch, self._sequence_plans(batch), lambda: self._group_plans(batch), token_ids)
-        if replayed is not None:
-            self._capture_replayed(batch, replayed)
-            return replayed.logits.index_select(0, self._sampled_rows(batch)), []
-        hidden = self._model.forward(self._forward_batch(batch, token_ids))
-        self._capture_norm(batch, hidden)
-        scored = self._score_prompts(batch, hidden)
+        self, step: StepInput, arrays: StepArrays, groups: Sequence[GroupStep], given: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, list[TokenScores]]:
+        hidden = self._model.forward(self._forward_batch(step, arrays, groups, given))
+        norm = step.captures.get("norm")
+        if norm is not None:
+            self._sink.put(self._model.final_norm(_select(norm, hidden, arrays)), torch.from_numpy(norm.slots))
+        scores = [self._score(wanted, hidden, arrays[wanted.targets]) for wanted in step.scores]
         logits = None
-        if batch.sampled:
-            logits = self._model.logits(self._model.final_norm(hidden.index_select(0, self._sampled_rows(batch))))
-        return logits, scored
+        if len(step.sampled_rows):
+            logits = self._model.logits(self._model.final_norm(hidden.index_select(0, arrays[step.sampled_rows])))
+        return logits, scores
 
-    def _finish(self, batch: Batch, logits: torch.Tensor | None, scored: list[tuple[TokenSequence, list[TokenLogprobs]]]) -> StepResult:
-        # A device is still at the model: time to see to rows of earlier steps, before the sampled tokens are waited for.
-        self._sink.collect()
-        tokens: list[SampledToken | EngineError] = []
-        if logits is not None:
-            tokens = self._sampler.sample(logits, _sampled_rows(batch))
-        return StepResult(tokens, scored, self._sink.flush())
-
-    def _sampled_rows(self, batch: Batch) -> torch.Tensor:
-        return to_device(torch.tensor(batch.sampled_rows), self._model.device)
-
-    def _forward_batch(self, batch: Batch, token_ids: torch.Tensor | None) -> ForwardBatch:
-        device = self._model.device
-
+    def _forward_batch(self, step: StepInput, arrays: StepArrays, groups: Sequence[GroupStep], given: torch.Tensor | None) -> ForwardBatch:
         def capture(layer: int, hidden: torch.Tensor) -> None:
-            wanted = batch.captures.get(layer)
+            wanted = step.captures.get(layer)
             if wanted is not None:
-                self._sink.put(wanted.select(hidden), wanted.slots)
+                self._put(wanted, hidden, arrays)
 
         return ForwardBatch(
-            token_ids=to_device(batch.token_ids, device) if token_ids is None else token_ids,
-            positions=to_device(batch.positions, device),
-            rows_at_layer=batch.rows_at_layer,
-            attention=self._attention.plan(self._sequence_plans(batch), self._group_plans(batch)),
+            token_ids=arrays[step.token_ids] if given is None else given,
+            positions=arrays[step.positions],
+            rows_at_layer=step.rows_at_layer,
+            attention=self._attention.plan(step.sequences, groups),
             capture=capture,
-            final_rows=None if batch.final_rows is None else to_device(batch.final_rows, device),
+            final_rows=None if step.final_rows is None else arrays[step.final_rows],
         )
 
-    def _sequence_plans(self, batch: Batch) -> list[SequencePlan]:
-        return [SequencePlan(chunk.start, chunk.count) for chunk in batch.chunks]
+    def _put(self, wanted: CaptureInput, hidden: torch.Tensor, arrays: StepArrays) -> None:
+        self._sink.put(_select(wanted, hidden, arrays), torch.from_numpy(wanted.slots))
 
-    def _group_plans(self, batch: Batch) -> list[GroupPlan]:
-        """Groups that some chunk reaches. A chunk that doesn't is narrowed away before, so its table may say anything."""
-        plans = []
-        for index, group in enumerate(self._kv.groups):
-            if batch.rows_at_layer[group.spec.layers[0]]:
-                size = group.spec.block_size
-                tables = [c.sequence.tables.blocks[index] or [NULL_BLOCK] * -(-c.end // size) for c in batch.chunks]
-                plans.append(GroupPlan(group.spec.layers, size, group.keys, group.values, tables))
-        return plans
-
-    def _capture_norm(self, batch: Batch, hidden: torch.Tensor) -> None:
-        wanted = batch.captures.get("norm")
-        if wanted is not None:
-            self._sink.put(self._model.final_norm(wanted.select(hidden)), wanted.slots)
-
-    def _capture_replayed(self, batch: Batch, step: GraphStep) -> None:
-        for layer, wanted in batch.captures.items():
-            self._sink.put(wanted.select(step.state(layer)), wanted.slots)
-
-    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> list[tuple[TokenSequence, list[TokenLogprobs]]]:
-        scored = []
-        for chunk, row, position in batch.logprob_rows:
-            sequence = chunk.sequence
-            top = sequence.request.sampling.prompt_logprobs or 0
-            count = num_scored(chunk, position)
-            found: list[TokenLogprobs] = []
-            for at in range(0, count, _SCORED_ROWS_AT_ONCE):
-                n = min(_SCORED_ROWS_AT_ONCE, count - at)
-                logits = self._model.logits(self._model.final_norm(hidden[row + at : row + at + n]))
-                targets = sequence.token_ids[position + at + 1 : position + at + n + 1]
-                found += token_logprobs(logits, targets, top)
-            scored.append((sequence, found))
-        return scored
+    def _score(self, wanted: ScoreInput, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+        pieces = []
+        for at in range(0, len(targets), _SCORED_ROWS_AT_ONCE):
+            end, first = min(at + _SCORED_ROWS_AT_ONCE, len(targets)), wanted.first_row
+            logits = self._model.logits(self._model.final_norm(hidden[first + at : first + end]))
+            pieces.append(score(logits, targets[at:end], wanted.num_top))
+        return joined(pieces)
 
 
-def _sampled_rows(batch: Batch) -> list[SampledRow]:
-    return [_sampled_row(chunk.sequence) for chunk in batch.sampled]
+def _given_tokens(step: StepInput, arrays: StepArrays, sampled_before: torch.Tensor | None) -> torch.Tensor | None:
+    """`[rows]` on the device, where the host doesn't know them all."""
+    if not len(step.unknown_rows):
+        return None
+    assert sampled_before is not None, "nobody gives the tokens that aren't known"
+    # A row without a token goes on with any: its request fails before anybody sees what comes of it.
+    tokens = sampled_before.clamp_min(0).index_select(0, arrays[step.unknown_from])
+    return arrays[step.token_ids].index_copy(0, arrays[step.unknown_rows], tokens)
 
 
-def _sampled_row(sequence: TokenSequence) -> SampledRow:
-    params = sequence.request.sampling
-    return SampledRow(
-        params=params,
-        prompt_token_ids=sequence.request.prompt_token_ids,
-        output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :] if needs_penalties(params) else (),
-        generator=sequence.generator,
-    )
+def _select(wanted: CaptureInput, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
+    """The wanted rows of `hidden`: a slice where they stand side by side, as they mostly do."""
+    rows = _as_slice(wanted.rows)
+    return hidden.index_select(0, arrays[wanted.rows]) if rows is None else hidden[rows]
+
+
+def _as_slice(rows: IntArray) -> slice | None:
+    """Ascending rows, where they stand side by side."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else None

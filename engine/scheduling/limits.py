@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from engine.cache.kv import KVCache
-from engine.capture.row_capture import pages_reserved
-from engine.errors import InvalidRequest
+from engine.capture.held_pages import pages_reserved
+from engine.errors import InvalidRequest, QueueFull
 from engine.layers import depth_of
 from engine.request import EngineRequest
+from engine.sampling.prompt_logprobs import prompt_logprobs_bytes
 from engine.saves.spec import SaveSpec
 
 
@@ -37,6 +38,12 @@ class RequestLimits:
     page_size: int
     num_pages: int
     max_capture_rows: int | None
+    prompt_logprobs_memory: int | None = None
+    """Bytes, for all requests together; None: no limit."""
+
+    def prompt_logprobs_bytes(self, request: EngineRequest) -> int:
+        """What the request takes of `prompt_logprobs_memory`."""
+        return prompt_logprobs_bytes(len(request.prompt_token_ids), request.sampling, self.vocab_size)
 
     def check(self, request: EngineRequest) -> None:
         """Raises `InvalidRequest`."""
@@ -59,6 +66,16 @@ class RequestLimits:
         depth = self.num_layers if request.save is None else depth_of(request.save.layers, self.num_layers)
         if not self.kv.fits(self.num_layers if sampling.max_tokens else depth, fed):
             raise InvalidRequest(f"{fed} positions don't fit the KV cache", "max_tokens")
+        self._check_prompt_logprobs(request)
+
+    def _check_prompt_logprobs(self, request: EngineRequest) -> None:
+        bound, needed = self.prompt_logprobs_memory, self.prompt_logprobs_bytes(request)
+        if bound is not None and needed > bound:
+            raise InvalidRequest(
+                f"prompt_logprobs {request.sampling.prompt_logprobs} of {len(request.prompt_token_ids)} tokens take {needed} bytes, "
+                f"at most {bound} can be kept",
+                "prompt_logprobs",
+            )
 
     def _check_save(self, request: EngineRequest, save: SaveSpec) -> None:
         lowest, highest = saved_rows(request)
@@ -66,7 +83,7 @@ class RequestLimits:
         num_layers = len(save.layers)
         if num_layers > self.num_pages:
             raise InvalidRequest(f"layers holds {num_layers} ids, the hidden-state cache has room for {self.num_pages}", "layers")
-        reserved = pages_reserved(save, self.page_size, highest if lowest == highest else None, highest)
+        reserved = pages_reserved(save.rows, num_layers, self.page_size, highest if lowest == highest else None, highest)
         if reserved > self.num_pages:
             raise InvalidRequest(
                 f"positions counts {save.rows.lookback} rows from the end, which needs {reserved} pages of hidden states; "
@@ -75,3 +92,29 @@ class RequestLimits:
             )
         if self.max_capture_rows is not None and num_layers > self.max_capture_rows:
             raise InvalidRequest(f"layers holds {num_layers} ids, at most {self.max_capture_rows} can be captured", "layers")
+
+
+class PromptLogprobsMemory:
+    """The bytes that open requests hold for the log-probabilities of their prompts. Whoever uses it holds a lock."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._held: dict[str, int] = {}
+        self._used = 0
+
+    def check(self, num_bytes: int) -> None:
+        """Raises `QueueFull` where so many don't fit beside what is held."""
+        if self._used + num_bytes > self._total:
+            raise QueueFull(
+                f"prompt log-probabilities of {num_bytes} bytes don't fit beside the {self._used} bytes that others hold; "
+                f"there is room for {self._total}"
+            )
+
+    def take(self, request_id: str, num_bytes: int) -> None:
+        """Takes what `check` let through."""
+        self._held[request_id] = num_bytes
+        self._used += num_bytes
+
+    def give_back(self, request_id: str) -> None:
+        """All that the request holds; nothing, where that is nothing."""
+        self._used -= self._held.pop(request_id, 0)

@@ -22,7 +22,7 @@ class PrefixFinder:
         capture, target = sequence.capture, sequence.target
         if capture is None or sequence.prefix_limit < target or sequence.generating:
             return False
-        if capture.hit_limit(target, len(sequence.token_ids)) < target:
+        if capture.hit_limit(target, sequence.num_sure) < target:
             return False
         self.start_at(sequence, target)
         return True
@@ -32,7 +32,7 @@ class PrefixFinder:
         limit = sequence.prefix_limit if self._enabled else 0
         border = 1
         if sequence.capture is not None:
-            limit = sequence.capture.hit_limit(limit, len(sequence.token_ids))
+            limit = sequence.capture.hit_limit(limit, sequence.num_sure)
             border = self._page_size
         lengths = self._kv.hit_lengths(sequence.chains, sequence.tables.depth, limit)
         return next(length for length in lengths if length % border == 0)
@@ -42,13 +42,13 @@ class PrefixFinder:
         self._count(sequence, length)
         if sequence.capture is not None:
             sequence.capture.start()
-            self.state_hit_rows_total += sequence.capture.adopt(length, len(sequence.token_ids))
-            sequence.capture.hand_over(length)
-        sequence.num_computed = length
+            self.state_hit_rows_total += sequence.capture.adopt(length, sequence.num_sure)
+            sequence.capture.hand_over()
+        sequence.num_computed = sequence.num_planned = length
 
-    def register(self, sequence: TokenSequence) -> None:
-        """Offers what has been computed to later requests, unless the last rows didn't run as deep as the blocks say."""
-        if self._enabled and sequence.run_depth >= sequence.tables.depth:
+    def register(self, sequence: TokenSequence, depth: int) -> None:
+        """Offers what has been computed to later requests, unless the last rows, run `depth` layers deep, aren't what the blocks say."""
+        if sequence.num_computed >= sequence.tables.unregistered_end and self._enabled and depth >= sequence.tables.depth:
             self._kv.register(sequence.tables, sequence.chains, sequence.num_computed)
 
     def _count(self, sequence: TokenSequence, length: int) -> None:

@@ -1,40 +1,27 @@
 """Who computes what in the next step, and with which blocks and pages."""
 
 from bisect import insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
+from itertools import groupby
 
 from engine.cache.kv import BlockTables, KVCache
+from engine.capture.row_capture import CapturePlan
+from engine.scheduling.pace import StepPace
+from engine.scheduling.plan import Chunk, StepPlan
 from engine.scheduling.prefix import PrefixFinder
 from engine.scheduling.sequence import TokenSequence
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Positions `start … start + count - 1` of a sequence."""
-
-    sequence: TokenSequence
-    start: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-
-@dataclass
-class StepPlan:
-    """What has been given out for one step."""
-
-    tokens_left: int
-    capture_rows_left: int | None
-    chunks: dict[TokenSequence, Chunk]
-    starved: list[TokenSequence]
-    """Running, but without a page for their next row."""
-    preempted: bool = False
+from engine.scheduling.shares import even_shares
 
 
 class Scheduler:
-    """Holds every sequence that isn't done. Running ones keep blocks; waiting ones hold none, and pages only of rows to be kept."""
+    """Holds every sequence that isn't done. Running ones keep blocks; waiting ones hold none, and pages only of rows to be kept.
+
+    A chunk that was planned is in flight until `commit` or `withdraw`. Steps may be planned while others are in flight. Blocks that those
+    read or write are given to nobody: windows are passed by what is computed, not by what is planned; a sequence that ends keeps its blocks
+    until it has left flight; and nobody is preempted before.
+    """
 
     def __init__(
         self,
@@ -43,30 +30,40 @@ class Scheduler:
         *,
         max_batch_tokens: int,
         max_running: int,
-        max_mixed_tokens: int | None = None,
         max_capture_rows: int | None = None,
+        inter_token_seconds: float = 0.0,
     ) -> None:
-        """A step is of at most `max_batch_tokens`; of at most `max_mixed_tokens` (None: the same) where some sequence gets a single one,
-        since whoever reads that sequence's text waits for all of the step."""
+        """A step is of at most `max_batch_tokens`, and captures at most `max_capture_rows` (rows times layers; None: no limit).
+
+        `inter_token_seconds`: how long a step may take in which some sequence generates; 0: no limit.
+        """
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
         self.num_preemptions = 0
+        self._least_share = max(group.spec.block_size for group in kv.groups)
+        self.pace = StepPace(inter_token_seconds, at_least=self._least_share, at_most=max_batch_tokens)
         self._kv = kv
         self._prefixes = prefixes
         self._max_batch_tokens = max_batch_tokens
         self._batch_tokens = max_batch_tokens
-        self._max_mixed_tokens = max_mixed_tokens or max_batch_tokens
         self._max_running = max_running
         self._max_capture_rows = max_capture_rows
-        self._step = 0
+        self._turn = 0
+        """Of those that had one, counted."""
+        self._in_flight = 0
+        """Chunks in flight."""
+        self._stalled = False
+        """Something has to be preempted, which must wait until nothing is in flight."""
 
     def add(self, sequence: TokenSequence) -> None:
+        sequence.last_turn = self._turn
         insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def remove(self, sequence: TokenSequence, *, keep_blocks: bool = False) -> None:
-        """Forgets a sequence that is done or aborted and takes its blocks back, unless a step that is under way still uses them."""
+    def remove(self, sequence: TokenSequence) -> None:
+        """Forgets a sequence that is done or aborted. Blocks that a step in flight still uses go back when that has ended."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        if not keep_blocks:
+        sequence.ended = True
+        if not sequence.num_in_flight:
             self._kv.release(sequence.tables)
 
     def use_fewer_tokens(self, num_tokens: int) -> None:
@@ -77,94 +74,228 @@ class Scheduler:
         """A step went well: steps grow slowly to their full size again, so that memory doesn't run out at every other one."""
         self._batch_tokens = min(self._max_batch_tokens, self._batch_tokens + 1 + self._max_batch_tokens // 128)
 
-    def schedule(self) -> tuple[list[Chunk], list[TokenSequence]]:
-        """The next step's chunks, and sequences that turned out to need no computation at all.
+    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """A step of these chunks took so long."""
+        num_prompt_tokens = sum(chunk.count for chunk in chunks if chunk.count > 1)
+        self.pace.observe(num_prompt_tokens, seconds, beside_text=any(chunk.count == 1 for chunk in chunks))
 
-        Running sequences come first (their next tokens before long prompts), then waiting ones while tokens, blocks and pages last.
-        """
-        self._step += 1
-        singles = [s for s in self.running if s.target - s.num_computed == 1]
-        limit = min(self._batch_tokens, self._max_mixed_tokens) if singles else self._batch_tokens
-        plan = StepPlan(limit, self._max_capture_rows, {}, [])
-        for sequence, at_most in self._in_turn(singles, limit):
+    def schedule(self) -> StepPlan:
+        """The next step: single tokens first, then prompts, running and waiting ones, while tokens, blocks and pages last."""
+        plan = StepPlan(self._batch_tokens, self._max_capture_rows)
+        if self._in_flight and self._stalled:
+            return plan
+        self._stalled = False
+        singles: list[TokenSequence] = []
+        prompts: list[TokenSequence] = []
+        for sequence in self.running:
+            remaining = sequence.remaining
+            if remaining:
+                (singles if remaining == 1 else prompts).append(sequence)
+        if singles:
+            self._plan_singles(plan, singles, beside_prompts=bool(prompts or self._can_start()))
+        if not plan.preempted and not self._stalled:
+            self._plan_prompts(plan, prompts)
+        return plan
+
+    # The end of a planned chunk
+
+    def commit(self, chunk: Chunk) -> bool:
+        """The chunk has been computed. False: its sequence has ended meanwhile."""
+        sequence = chunk.sequence
+        self._leave_flight(chunk)
+        if sequence.ended:
+            return False
+        sequence.num_computed = chunk.end
+        if not sequence.num_in_flight:
+            sequence.num_planned = chunk.end
+        self._prefixes.register(sequence, chunk.depth)
+        return True
+
+    def withdraw(self, chunk: Chunk) -> None:
+        """The chunk, the latest of its sequence, won't be computed in its step."""
+        sequence = chunk.sequence
+        self._leave_flight(chunk)
+        if not sequence.ended:
+            sequence.num_planned = chunk.start
+            if sequence.capture is not None and chunk.rows is not None:
+                sequence.capture.withdraw(chunk.rows)
+
+    def shorten(self, chunk: Chunk, end: int) -> Chunk:
+        """A chunk in flight, alone, that ends earlier after all: the rest is planned anew."""
+        sequence = chunk.sequence
+        sequence.num_unknown -= chunk.samples
+        sequence.num_planned = end
+        rows = None
+        if sequence.capture is not None and chunk.rows is not None:
+            rows = sequence.capture.shorten(chunk.rows, end)
+        return Chunk(sequence, chunk.start, end, chunk.depth, samples=False, rows=rows)
+
+    def _leave_flight(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        self._in_flight -= 1
+        sequence.num_in_flight -= 1
+        sequence.num_unknown -= chunk.samples
+        if sequence.ended and not sequence.num_in_flight:
+            self._kv.release(sequence.tables)
+
+    def _note_turns(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> None:
+        """Those that are part of the step come last from now on, in the order in which they came now."""
+        for sequence in sequences:
+            if sequence in plan.chunks:
+                self._turn += 1
+                sequence.last_turn = self._turn
+
+    # Single tokens
+
+    def _plan_singles(self, plan: StepPlan, singles: list[TokenSequence], *, beside_prompts: bool) -> None:
+        """Those that have waited longest before the others, so that long prompts don't hold them up; but a quarter of the step is left
+        to prompts, running or waiting, so that many single tokens don't hold those up either."""
+        singles.sort(key=_turn)
+        limit = self._batch_tokens
+        room = max(1, limit - max(1, limit // 4)) if beside_prompts else limit
+        for sequence in singles[:room]:
+            if self._stalled:
+                break
             if not plan.preempted or sequence in self.running:
-                self._plan_chunk(plan, sequence, at_most)
-        ready, blocked = ([], False) if plan.preempted else self._admit(plan)
-        if blocked and plan.starved:
-            self._preempt(plan, max(plan.starved, key=lambda s: s.order))
-        return list(plan.chunks.values()), ready
+                self._plan_single(plan, sequence)
+        self._note_turns(plan, singles[:room])
+        if plan.chunks:
+            plan.tokens_left = min(plan.tokens_left, self.pace.prompt_tokens)
 
-    def schedule_ahead(self, sequences: list[TokenSequence]) -> list[Chunk] | None:
-        """One further position of each of the sequences, whose step before is under way, before it is known which tokens that gave.
+    def _can_start(self) -> bool:
+        return bool(self.waiting) and len(self.running) < self._max_running
 
-        None, and nothing given out, where others would have to take part in the next step, or where blocks or pages don't suffice.
-        """
-        room = len(self.running) < self._max_running
-        if not sequences or (self.waiting and room) or len(sequences) > self._batch_tokens:
-            return None
-        rows_left = self._max_capture_rows
-        for number, sequence in enumerate(sequences):
-            start, capture = len(sequence.token_ids), sequence.capture
-            if capture is not None:
-                got_pages = capture.reserve(start, start + 1, start) > start
-                rows_left = None if rows_left is None else rows_left - capture.num_rows_planned
-                if not got_pages or (rows_left is not None and rows_left < 0):
-                    self._give_up(sequences[: number + 1])
-                    return None
-            if self._kv.extend(sequence.tables, start, start + 1) == start:
-                self._give_up(sequences[: number + 1])
-                return None
-        self._step += 1
-        for sequence in sequences:
-            sequence.last_step = self._step
-        return [Chunk(sequence, len(sequence.token_ids), 1) for sequence in sequences]
+    def _plan_single(self, plan: StepPlan, sequence: TokenSequence) -> None:
+        start, capture, rows_left = sequence.num_planned, sequence.capture, plan.capture_rows_left
+        if capture is not None and rows_left is not None and rows_left < len(capture.spec.layers):
+            return
+        if self._take_blocks(plan, sequence, start + 1) == start:
+            return
+        rows = None
+        if capture is not None:
+            rows = capture.plan_row(start, len(sequence.token_ids))
+            if rows is None:
+                plan.starved.append(sequence)
+                return
+        self._give_out(plan, sequence, start + 1, rows)
 
-    def _give_up(self, sequences: list[TokenSequence]) -> None:
-        for sequence in sequences:
-            if sequence.capture is not None:
-                sequence.capture.clip(0)
+    # Prompts
 
-    def _in_turn(self, singles: list[TokenSequence], limit: int) -> list[tuple[TokenSequence, int]]:
-        """Running sequences with the tokens each may have at most.
+    def _plan_prompts(self, plan: StepPlan, prompts: list[TokenSequence]) -> None:
+        """Better priorities come first; within a priority prompts, running or waiting, share the tokens that are left evenly."""
+        admission = _Admission()
+        by_priority = merge(sorted(prompts, key=_priority_and_turn), list(self.waiting), key=_priority_and_turn)
+        for _, candidates in groupby(by_priority, key=lambda s: s.request.priority):
+            # What those leave who lack pages goes to the next ones.
+            while self._goes_on(plan) and (sharers := self._sharers(plan, candidates, admission)):
+                by_arrival = sorted(sharers, key=lambda s: s.order)
+                shares = even_shares([s.remaining for s in by_arrival], plan.tokens_left)
+                for sequence, share in zip(by_arrival, shares, strict=True):
+                    if share and self._goes_on(plan):
+                        self._plan_chunk(plan, sequence, share)
+                self._note_turns(plan, sharers)
+        if admission.closed and plan.starved and not plan.preempted:
+            self._preempt_starved(plan)
 
-        Single tokens first, those that have waited longest before the others, so that long prompts don't hold them up; but a quarter
-        of the step is left to prompts, running or waiting, so that many single tokens don't hold those up either.
-        """
-        prompts = [s for s in self.running if s.target - s.num_computed > 1]
-        singles.sort(key=lambda s: (s.last_step, s.order))
-        prompts.sort(key=lambda s: s.order)
-        startable = self.waiting and len(self.running) < self._max_running
-        room = max(1, limit - max(1, limit // 4)) if prompts or startable else limit
-        return [(s, 1) for s in singles[:room]] + [(s, limit) for s in prompts]
+    def _goes_on(self, plan: StepPlan) -> bool:
+        return plan.tokens_left > 0 and not plan.preempted and not self._stalled
+
+    def _sharers(self, plan: StepPlan, candidates: Iterator[TokenSequence], admission: "_Admission") -> list[TokenSequence]:
+        """As many as get a quarter of a step or all that they need, in turn; those that wait are started."""
+        quantum, promised = max(self._least_share, plan.tokens_left // 4), 0
+        sharers: list[TokenSequence] = []
+        while promised < plan.tokens_left and (sequence := next(candidates, None)) is not None:
+            if sequence not in self.running and not self._admit(plan, sequence, admission):
+                continue
+            if sequence.remaining:
+                sharers.append(sequence)
+                promised += min(quantum, sequence.remaining)
+        return sharers
+
+    def _admit(self, plan: StepPlan, sequence: TokenSequence, admission: "_Admission") -> bool:
+        """Starts a waiting sequence, if it can be; those that lack pages are passed over, since others may need none."""
+        if admission.closed:
+            return False
+        capture = sequence.capture
+        if capture is not None and (not capture.can_start() or (admission.pages_awaited and not capture.pages.in_use)):
+            admission.pages_awaited = True
+            return False
+        if len(self.running) >= self._max_running or self._is_blocked(sequence):
+            admission.closed = True
+            return False
+        if self._prefixes.answer_from_pages(sequence):
+            plan.ready.append(sequence)
+            return False
+        if not self._start(sequence):
+            admission.closed = True
+            return False
+        if sequence.done:
+            plan.ready.append(sequence)
+        return not sequence.done
+
+    def _start(self, sequence: TokenSequence) -> bool:
+        length = self._prefixes.find(sequence)
+        self._kv.adopt(sequence.tables, sequence.chains, length)
+        if self.running and not self._kv.can_hold(sequence.tables, sequence.target, self._claims()):
+            self._kv.release(sequence.tables)
+            sequence.blocked_by = self._room()
+            return False
+        sequence.blocked_by = None
+        self._prefixes.start_at(sequence, length)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        return True
+
+    def _is_blocked(self, sequence: TokenSequence) -> bool:
+        """Whether nothing has come free since the sequence was found to lack blocks: the search for its prefix isn't repeated before."""
+        if sequence.blocked_by is None or not self.running:
+            return False
+        return all(now <= then for now, then in zip(self._room(), sequence.blocked_by, strict=True))
+
+    def _room(self) -> tuple[int, ...]:
+        """Per group: blocks beside those that running prompts have yet to take."""
+        return self._kv.room(self._claims())
+
+    def _claims(self) -> list[tuple[BlockTables, int]]:
+        """What running prompts have yet to take."""
+        return [(s.tables, s.target) for s in self.running if s.target - s.num_planned > 1]
+
+    # Chunks
 
     def _plan_chunk(self, plan: StepPlan, sequence: TokenSequence, at_most: int) -> None:
-        start = sequence.num_computed
-        end = min(sequence.target, start + min(at_most, plan.tokens_left))
+        """As many positions as rows, pages and blocks allow; blocks and pages are taken for those only."""
+        start = sequence.num_planned
+        end = start + min(at_most, sequence.remaining, plan.tokens_left)
         capture = sequence.capture
-        if end > start and capture is not None:
-            end = capture.reserve(start, end, len(sequence.token_ids))
-            if end == start:
+        if capture is not None and end > start:
+            end = capture.limit(start, end, sequence.num_sure, plan.capture_rows_left)
+            if end == start and (plan.capture_rows_left is None or plan.capture_rows_left >= len(capture.spec.layers)):
                 plan.starved.append(sequence)
-            elif plan.capture_rows_left is not None:
-                end = capture.limit_rows(end, plan.capture_rows_left)
         if end > start:
             end = self._take_blocks(plan, sequence, end)
-        if capture is not None:
-            capture.clip(end)
         if end > start:
-            self._give_out(plan, Chunk(sequence, start, end - start))
+            self._give_out(plan, sequence, end, None if capture is None else capture.plan(start, end, sequence.num_sure))
 
-    def _give_out(self, plan: StepPlan, chunk: Chunk) -> None:
-        plan.chunks[chunk.sequence] = chunk
+    def _give_out(self, plan: StepPlan, sequence: TokenSequence, end: int, rows: CapturePlan | None) -> None:
+        chunk = Chunk(sequence, sequence.num_planned, end, sequence.run_depth, sequence.samples(end), rows)
+        sequence.num_planned = end
+        sequence.num_unknown += chunk.samples
+        sequence.num_in_flight += 1
+        self._in_flight += 1
+        plan.chunks[sequence] = chunk
         plan.tokens_left -= chunk.count
-        if plan.capture_rows_left is not None and chunk.sequence.capture is not None:
-            plan.capture_rows_left -= chunk.sequence.capture.num_rows_planned
-        chunk.sequence.last_step = self._step
+        if plan.capture_rows_left is not None and sequence.capture is not None and rows is not None:
+            plan.capture_rows_left -= rows.num_rows * len(sequence.capture.spec.layers)
 
     def _take_blocks(self, plan: StepPlan, sequence: TokenSequence, end: int) -> int:
         """Blocks for the sequence up to `end`, or as far as they go; the youngest running one pays where there are none at all."""
-        start = sequence.num_computed
-        while (reached := self._kv.extend(sequence.tables, start, end)) == start:
+        start = sequence.num_planned
+        while (reached := self._kv.extend(sequence.tables, start, end, sequence.num_computed)) == start:
+            if self._kv.drop_passed((s.tables, s.num_computed) for s in self.running):
+                continue
+            if self._in_flight > len(plan.chunks):
+                self._stalled = True
+                return start
             victim = max(self.running, key=lambda s: s.order)
             assert victim is not sequence or len(self.running) > 1, "a sequence that is alone always fits"
             self._preempt(plan, victim)
@@ -172,59 +303,47 @@ class Scheduler:
                 return start
         return reached
 
+    def _preempt_starved(self, plan: StepPlan) -> None:
+        """The youngest that waits for pages gives its blocks, or its place among those that run, to one that needs no pages."""
+        victim = max(plan.starved, key=lambda s: s.order)
+        if self._in_flight > len(plan.chunks):
+            self._stalled = True
+        else:
+            self._preempt(plan, victim)
+
     def _preempt(self, plan: StepPlan, victim: TokenSequence) -> None:
         """Back to the waiting ones. Rows already captured go on to their file and aren't captured again."""
         chunk = plan.chunks.pop(victim, None)
-        plan.tokens_left += chunk.count if chunk else 0
+        if chunk is not None:
+            plan.tokens_left += chunk.count
+            if plan.capture_rows_left is not None and victim.capture is not None and chunk.rows is not None:
+                plan.capture_rows_left += chunk.rows.num_rows * len(victim.capture.spec.layers)
+            self.withdraw(chunk)
+        assert not victim.num_in_flight
         plan.preempted = True
         self.num_preemptions += 1
         if victim.capture is not None:
-            if chunk and plan.capture_rows_left is not None:
-                plan.capture_rows_left += victim.capture.num_rows_planned
-            victim.capture.clip(0)
-            victim.capture.hand_over(victim.num_computed, everything=True)
+            victim.capture.pause()
         self.running.remove(victim)
         self._kv.release(victim.tables)
-        victim.num_computed = 0
+        victim.num_computed = victim.num_planned = 0
         self.add(victim)
 
-    def _admit(self, plan: StepPlan) -> tuple[list[TokenSequence], bool]:
-        """Starts waiting sequences in order. Those that lack pages are passed over, since others may need none.
 
-        Returns sequences that need no computation, and whether one was stopped by a lack of KV blocks, or of a place among those that
-        run although some of them are starved.
-        """
-        ready: list[TokenSequence] = []
-        for sequence in list(self.waiting):
-            full = len(self.running) >= self._max_running
-            if plan.tokens_left <= 0 or (full and not plan.starved):
-                break
-            if sequence.capture is not None and not sequence.capture.can_start():
-                continue
-            if full:
-                return ready, True
-            if self._prefixes.answer_from_pages(sequence):
-                ready.append(sequence)
-                continue
-            if not self._start(sequence):
-                return ready, True
-            if sequence.done:
-                ready.append(sequence)
-            else:
-                self._plan_chunk(plan, sequence, self._batch_tokens)
-        return ready, False
+@dataclass
+class _Admission:
+    """How far a step has come with starting those that wait."""
 
-    def _start(self, sequence: TokenSequence) -> bool:
-        length = self._prefixes.find(sequence)
-        self._kv.adopt(sequence.tables, sequence.chains, length)
-        if self.running and not self._kv.can_hold(sequence.tables, sequence.target, self._claims()):
-            self._kv.release(sequence.tables)
-            return False
-        self._prefixes.start_at(sequence, length)
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
-        return True
+    pages_awaited: bool = False
+    """One that lacks pages was passed over: nobody behind it begins to use pages, so what comes free is kept for it. Those that were
+    preempted with pages go on, since it is they who give them back."""
+    closed: bool = False
+    """Blocks, or places among those that run, have run out: nobody else is started."""
 
-    def _claims(self) -> list[tuple[BlockTables, int]]:
-        """What running prompts have yet to take."""
-        return [(s.tables, s.target) for s in self.running if s.target - s.num_computed > 1]
+
+def _turn(sequence: TokenSequence) -> tuple[int, tuple[int, int]]:
+    return sequence.last_turn, sequence.order
+
+
+def _priority_and_turn(sequence: TokenSequence) -> tuple[int, int, tuple[int, int]]:
+    return sequence.request.priority, *_turn(sequence)

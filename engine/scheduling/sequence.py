@@ -9,14 +9,16 @@ from engine.cache.chain import HashChain
 from engine.cache.kv import BlockTables
 from engine.capture.row_capture import RowCapture
 from engine.layers import depth_of
-from engine.request import EngineRequest, FinishReason, RequestTimes, TokenLogprobs
+from engine.request import EngineRequest, FinishReason, RequestTimes
+from engine.sampling.penalties import Penalties
+from engine.sampling.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(eq=False)
 class TokenSequence:
-    """`0 <= num_cached <= num_computed <= target <= len(token_ids)`; `num_computed` falls back to 0 only in a preemption.
+    """`num_cached <= num_computed <= num_planned`, and `num_computed <= target`; they fall back to 0 only in a preemption.
 
-    There is no prefill or decode phase: `num_computed` chases `target`.
+    There is no prefill or decode phase: `num_computed` chases `target`. Between the two counts lie the chunks of steps that are in flight.
     """
 
     request: EngineRequest
@@ -29,9 +31,17 @@ class TokenSequence:
     capture: RowCapture | None = None
     generator: torch.Generator | None = None
     num_computed: int = 0
+    num_planned: int = 0
+    """Positions that steps were planned for."""
+    num_unknown: int = 0
+    """Tokens that steps in flight sample: they follow `token_ids`."""
+    num_in_flight: int = 0
+    """Steps in flight that it is part of."""
     num_cached: int = 0
-    last_step: int = 0
-    """When it was last part of a batch, for taking turns."""
+    last_turn: int = 0
+    """When it last had its turn, or began to wait."""
+    blocked_by: tuple[int, ...] | None = None
+    """Per KV group the room there was when it was found to lack blocks."""
     started_ns: int | None = None
     """When it got its first blocks, in nanoseconds since 1970."""
     first_token_ns: int | None = None
@@ -39,10 +49,17 @@ class TokenSequence:
     finish_reason: FinishReason | None = None
     ended: bool = False
     """The engine has let go of it."""
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    penalties: Penalties | None = None
 
     def __post_init__(self) -> None:
         self.generating = self.request.sampling.max_tokens > 0
+
+    def append(self, token_id: int) -> None:
+        """Takes over a sampled token. A step that is tried again comes here once, so each token is counted once."""
+        self.token_ids.append(token_id)
+        if self.penalties is not None:
+            self.penalties.count(token_id)
 
     def times(self) -> RequestTimes:
         """Of a request that ends now."""
@@ -66,6 +83,11 @@ class TokenSequence:
         return self.request.sampling.prompt_logprobs is not None
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        """Tokens of the prompt whose log-probabilities are known, the first included, which has none."""
+        return 0 if self.prompt_logprobs is None else len(self.prompt_logprobs)
+
+    @property
     def target(self) -> int:
         """Positions to be computed before something happens: a token is sampled, or the sequence is done.
 
@@ -79,6 +101,23 @@ class TokenSequence:
             return len(self.token_ids)
         kept_end = None if self.wants_prompt_logprobs else self.capture.kept_end
         return len(self.token_ids) if kept_end is None else kept_end
+
+    @property
+    def remaining(self) -> int:
+        """Positions that may be planned now. A token that isn't known yet can be fed to the model, but nothing may depend on what it is."""
+        if not self.num_unknown:
+            return (len(self.token_ids) if self.generating else self.target) - self.num_planned
+        may_follow = self.generating and self.num_output_tokens + self.num_unknown < self.request.sampling.max_tokens
+        return int(may_follow and self.penalties is None)
+
+    @property
+    def num_sure(self) -> int:
+        """Rows that the sequence is sure to have, whatever tokens come."""
+        return len(self.token_ids)
+
+    def samples(self, end: int) -> bool:
+        """Whether a chunk that ends there gives a token."""
+        return self.generating and end == len(self.token_ids) + self.num_unknown
 
     @property
     def keeps_last_token(self) -> bool:
@@ -104,8 +143,8 @@ class TokenSequence:
     @property
     def prefix_limit(self) -> int:
         """How long a cached prefix may be: rows that are read for their logits must be computed."""
-        if self.wants_prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens:
-            return max(0, len(self.prompt_logprobs) - 1)
+        if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens:
+            return max(0, self.num_prompt_logprobs - 1)
         return self.target - self.generating
 
     @property

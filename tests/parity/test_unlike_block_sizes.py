@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from engine.attention.facade import GroupCache
 from engine.attention.sdpa import SdpaBackend
 from engine.cache.kv import KVCache, KVGroup
-from engine.cache.spec import KVSpec, group_layers
+from engine.cache.pool import IntArray
+from engine.cache.sizing import kv_blocks
+from engine.cache.spec import group_layers
 from engine.cache.states import StateStore
 from engine.capture.sink import DirectSink, RowSink, StagedSink
+from engine.config import EngineConfig
 from engine.core import CoreParts, EngineCore
 from engine.execution.runner import ModelRunner
 from engine.models.base import Model
 from engine.models.loader import load_model
 from engine.request import EngineRequest, SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.saves.spec import SaveSpec
 from engine.scheduling.limits import RequestLimits
 from engine.scheduling.prefix import PrefixFinder
@@ -25,7 +30,7 @@ from engine.scheduling.scheduler import Scheduler
 from tests.parity.ways import Errors, Known, compute_known
 from tests.unit.core_fakes import FakeJob, Listener, Target
 
-CPU, MAX_LEN = torch.device("cpu"), 700
+CPU, MAX_LEN, BATCH_TOKENS = torch.device("cpu"), 700, 150
 PREFIX = 530
 NUM_TEXT = 6
 
@@ -42,21 +47,29 @@ class Sizes:
 class SmallCore:
     """A real model and runner over caches of unlike block sizes, written by nobody."""
 
-    def __init__(self, model: Model, sizes: Sizes, *, staged: bool, blocks: int | None = None) -> None:
+    def __init__(self, model: Model, sizes: Sizes, *, staged: bool, num_requests: int = 2) -> None:
+        """The caches hold so many requests of full length."""
         self.layers = (*range(model.config.num_layers + 1), "norm")
-        specs = group_layers(model.kv_layers(), 1, model.dtype)
-        self.kv = KVCache([_group(spec, sizes.full if spec.kind.window is None else sizes.sliding, blocks) for spec in specs])
+        specs = tuple(
+            replace(spec, block_size=sizes.full if spec.kind.window is None else sizes.sliding)
+            for spec in group_layers(model.kv_layers(), 1, model.dtype)
+        )
+        config = EngineConfig("", kv_cache_tokens=num_requests * MAX_LEN)
+        counts = kv_blocks(specs, config, MAX_LEN, CPU, max_batch_tokens=BATCH_TOKENS)
+        self.kv = KVCache([KVGroup(spec, count, CPU, poison=True) for spec, count in zip(specs, counts, strict=True)])
         pages = -(-MAX_LEN // sizes.page) * len(self.layers) * 4 + 1
         self.store = StateStore(pages, sizes.page, model.config.hidden_size, model.dtype, poison=True)
         prefixes = PrefixFinder(self.kv, sizes.page, enabled=True)
         sink: RowSink = StagedSink(self.store.rows, 2000, CPU) if staged else DirectSink(self.store.rows)
         limits = RequestLimits(model.config.num_layers, model.config.vocab_size, MAX_LEN, self.kv, sizes.page, pages - 1, sink.capacity)
-        scheduler = Scheduler(self.kv, prefixes, max_batch_tokens=150, max_running=8, max_capture_rows=sink.capacity)
-        runner = ModelRunner(model, self.kv, sink, SdpaBackend(CPU))
+        scheduler = Scheduler(self.kv, prefixes, max_batch_tokens=BATCH_TOKENS, max_running=8, max_capture_rows=sink.capacity)
+        caches = [GroupCache(group.spec.layers, group.spec.block_size, group.keys, group.values) for group in self.kv.groups]
+        runner = ModelRunner(model, caches, sink, SdpaBackend(CPU))
         self.listener = Listener()
         self.jobs: dict[str, FakeJob] = {}
-        self.released: list[Sequence[int]] = []
-        parts = CoreParts(self.kv, self.store, scheduler, prefixes, runner, limits, frozenset(), CPU, True)
+        self.released: list[IntArray] = []
+        sampler = Sampler(model.config.vocab_size, CPU)
+        parts = CoreParts(self.kv, self.store, scheduler, prefixes, runner, sampler, limits, frozenset(), CPU, True)
         self.core = EngineCore(parts, self.listener, self.released.append)
 
     def add(self, name: str, prompt: list[int]) -> None:
@@ -90,12 +103,6 @@ class SmallCore:
             errors.add(rows[:, index], known.states[layer][:total])
         assert 0 < errors.row <= 1e-5
         assert 0 < errors.layer <= 5e-6
-
-
-def _group(spec: KVSpec, block_size: int, num_blocks: int | None) -> KVGroup:
-    sized = KVSpec(spec.kind, spec.layers, block_size, spec.dtype)
-    count = num_blocks or 2 * (-(-MAX_LEN // block_size) + 2)
-    return KVGroup(sized, count + 1, CPU, poison=True)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +145,21 @@ def test_rows_and_text_are_right_whatever_the_block_sizes_are(
     assert core.num_cached("hit") == hit
     for name, expected in zip(("first", "hit", "short"), known, strict=False):
         core.check(name, expected)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(16, 16, 16), Sizes(32, 8, 10), Sizes(7, 11, 1)])
+def test_rows_and_text_are_right_where_windows_have_room_for_one_request_and_its_chunk(
+    sizes: Sizes, gemma: tuple[Model, list[Known]]
+) -> None:
+    model, known = gemma
+    core = SmallCore(model, sizes, staged=False, num_requests=1)
+    full, sliding = sorted((group for group in core.kv.groups), key=lambda group: group.spec.kind.window is not None)
+    assert sliding.pool.total * sizes.sliding < 0.4 * full.pool.total * sizes.full
+    for name, one in zip(("first", "second", "third"), known, strict=True):
+        core.add(name, one.prompt)
+    core.run()
+    for name, one in zip(("first", "second", "third"), known, strict=True):
+        core.check(name, one)
 
 
 def test_a_page_of_states_may_be_larger_than_a_block_of_kv(tiny_model: Callable[..., object]) -> None:

@@ -12,7 +12,8 @@ from tests.parity.ways import WAYS, Errors, Subject, Workbench, compare, table
 
 TINY_ROW, TINY_LAYER = 1e-5, 5e-6
 """Relative L2 error of a single row, and error over the layer's largest value."""
-REAL_ROW, REAL_LAYER = 3e-5, 2e-5
+REAL_ROW, REAL_LAYER = 3e-5, 3e-5
+"""On any number of compute threads: sums are split differently on each."""
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from engine.config import EngineConfig
 from engine.layers import LayerId
 from engine.offline import Completion, LocalTarget, OfflineEngine
 from engine.request import EngineRequest, SamplingParams
-from engine.saves.spec import ALL_ROWS, LAST_ROW, RowSelection, SaveSpec
+from engine.saves.selection import ALL_ROWS, LAST_ROW, RowSelection
+from engine.saves.spec import SaveSpec
 
 NUM_GREEDY = 64
 NUM_OTHERS = 32
@@ -169,6 +170,7 @@ class Workbench:
             "dtype": "float32",
             "max_model_len": longest,
             "block_size": BLOCK_SIZE,
+            "state_page_size": BLOCK_SIZE,
             "kv_cache_tokens": longest * 8,
             "state_cache_memory": longest * len(self.subject.layers) * 6 * width * 4,
             "threads": torch.get_num_threads(),

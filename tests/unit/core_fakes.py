@@ -1,6 +1,6 @@
 """A core with a model whose every value says which tokens it was computed from.
 
-The fake runner writes tokens into the KV cache layer by layer and reads each row's whole context back through its block table; a row's
+The fake device writes tokens into the KV cache layer by layer and reads each row's whole context back through the step's tables; a row's
 hidden state is a number made of the layer and all tokens up to it. So a wrong block, a stale page or a lost row can't go unnoticed.
 Blocks and pages whose contents are dead are NaN. The cache salt is part of every value, as if it were a token before the first.
 """
@@ -16,18 +16,24 @@ import numpy as np
 import torch
 
 from engine.cache.kv import KVCache, KVGroup
+from engine.cache.pool import IntArray
 from engine.cache.spec import KVSpec, LayerKV
 from engine.cache.states import StateStore
+from engine.capture.sink import DirectSink, RowSink
 from engine.core import CoreParts, EngineCore
+from engine.device.streams import CopyStream
 from engine.errors import SaveError
-from engine.execution.batch import Batch
-from engine.execution.runner import StepResult
+from engine.execution.executor import ComputedStep, LaunchedStep
+from engine.execution.runner import StepOutput
+from engine.execution.step_input import StepInput, in_order
 from engine.layers import LayerId, depth_of
 from engine.request import EngineRequest, RequestOutput, SamplingParams
-from engine.sampling.sampler import SampledToken
+from engine.sampling.sampler import Sampler
 from engine.saves.chunk import RowChunk, SaveEnd
-from engine.saves.spec import ALL_ROWS, RowSelection, SaveEvent, SaveSpec
+from engine.saves.selection import ALL_ROWS, RowSelection
+from engine.saves.spec import SaveEvent, SaveSpec
 from engine.scheduling.limits import RequestLimits
+from engine.scheduling.plan import Chunk
 from engine.scheduling.prefix import PrefixFinder
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import TokenSequence
@@ -83,18 +89,20 @@ class FakeJob:
         self.chunks.append(chunk)
 
     def finish(self, end: SaveEnd) -> None:
+        assert self.end is None
         self.end = end
 
     def cancel(self, error: SaveError) -> None:
         self.error = self.error or error
 
     def write_one(self) -> None:
-        chunk, size = self.chunks.pop(0), self.store.page_size
-        for position in range(chunk.position, chunk.position + chunk.count):
-            block = position // size - chunk.position // size
+        chunk = self.chunks.pop(0)
+        positions = chunk.positions(0, chunk.count)
+        slots = chunk.slots(positions, self.store.page_size)
+        for position, of_layers in zip(positions.tolist(), slots, strict=True):
             assert position not in self.rows, "a row is written twice"
             assert not self.rows or position > max(self.rows)
-            self.rows[position] = torch.stack([self.store.pages[pages[block], position % size] for pages in chunk.pages])
+            self.rows[position] = self.store.rows[torch.from_numpy(of_layers)].clone()
         chunk.release()
 
     def write_all(self) -> None:
@@ -103,11 +111,18 @@ class FakeJob:
 
 
 class FakeRunner:
-    """Computes nothing, but checks that everything it would need is where the plan says, and that nothing is done twice."""
+    """A device that computes nothing, but checks that everything it would need is where the step's arrays say, and that nothing is done
+    twice. What a row's tokens are it is told by `Bench`, which sees the chunks that a step is made of."""
+
+    stream: CopyStream | None = None
+    """Brings token ids to the host where steps overlap."""
 
     def __init__(self, kv: KVCache, store: StateStore) -> None:
         self.kv = kv
         self.store = store
+        self.sink = self.make_sink()
+        self.chunks: Sequence[Chunk] = ()
+        """Those of the step that comes next."""
         self.steps: list[list[tuple[str, int, int]]] = []
         """Per step: request id, first position and end of every chunk."""
         self.max_captured = 0
@@ -116,61 +131,103 @@ class FakeRunner:
         self.broken: AssertionError | None = None
         """A check that failed: for the core it is a failed step like any other, for the test it is not."""
         self._captured: set[tuple[str, LayerId, int]] = set()
+        self._owners: dict[int, tuple[str, LayerId, int]] = {}
+        """What each slot of the store was last written for."""
 
-    busy = False
+    def make_sink(self) -> RowSink:
+        return DirectSink(self.store.rows)
+
+    @property
+    def busy(self) -> bool:
+        return self.sink.busy
 
     def collect(self, *, wait: bool = False) -> None:
-        """Rows are in their pages at once."""
+        self.sink.collect(wait=wait)
 
-    def execute(self, batch: Batch) -> StepResult:
-        self.steps.append([(chunk.sequence.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks])
-        if self.error is not None:
-            raise self.error
+    def run(self, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
+        chunks = self.chunks
+        self.steps.append([(chunk.sequence.request.request_id, chunk.start, chunk.end) for chunk in chunks])
         try:
-            return self._execute(batch)
+            if self.error is not None:
+                raise self.error
+            return self.compute(step, chunks, sampled_before)
         except AssertionError as error:
             self.broken = error
             raise
+        except Exception:
+            self.sink.discard()
+            raise
 
-    def _execute(self, batch: Batch) -> StepResult:
-        self._check_depths(batch)
-        for chunk in batch.chunks:
-            for index, group in enumerate(self.kv.groups):
-                if group.spec.layers[0] < chunk.sequence.run_depth:
-                    sequence = chunk.sequence
-                    keys = _Keys(group, sequence.tables.blocks[index], sequence.run_depth, sequence.request.cache_salt)
-                    keys.write(sequence.token_ids, chunk.start, chunk.end)
-                    keys.check(sequence.token_ids, chunk.start, chunk.end)
-        self._capture(batch)
-        tokens = [SampledToken(next_token(chunk.sequence.token_ids), None) for chunk in batch.sampled]
-        return StepResult(tokens, [])
+    def forget(self, chunks: Sequence[Chunk]) -> None:
+        """What was computed of these will be computed again."""
+        for chunk in chunks:
+            name = chunk.sequence.request.request_id
+            self._captured -= {key for key in self._captured if key[0] == name and key[2] >= chunk.start}
 
-    def _check_depths(self, batch: Batch) -> None:
+    def compute(self, step: StepInput, chunks: Sequence[Chunk], sampled_before: torch.Tensor | None) -> StepOutput:
+        contexts = self._contexts(step, chunks, sampled_before)
+        self._check_depths(step, chunks)
+        for number, group_input in step.groups.items():
+            group, row = self.kv.groups[number], 0
+            for place, chunk in enumerate(chunks):
+                if group.spec.layers[0] < chunk.depth:
+                    salt = chunk.sequence.request.cache_salt
+                    keys = _Keys(group, group_input.tables[place], chunk.depth, salt)
+                    keys.write(contexts[place], chunk, group_input.slots[row : row + chunk.count])
+                    keys.check(contexts[place], chunk)
+                row += chunk.count
+        self._capture(step, chunks, contexts)
+        logits = torch.full((len(step.sampled_rows), VOCAB), -torch.inf)
+        for place, tokens in enumerate(tokens for tokens, chunk in zip(contexts, chunks, strict=True) if chunk.samples):
+            logits[place, next_token(tokens)] = 0.0
+        return StepOutput(logits if len(logits) else None, [], self.sink.flush())
+
+    def _contexts(self, step: StepInput, chunks: Sequence[Chunk], sampled_before: torch.Tensor | None) -> list[list[int]]:
+        """Per chunk all tokens up to its end, the one included that only the device knows. The step's arrays must say the same."""
+        unknown = dict(zip(step.unknown_rows.tolist(), step.unknown_from.tolist(), strict=True))
+        contexts, row = [], 0
+        for chunk in chunks:
+            tokens = chunk.sequence.token_ids[: chunk.end]
+            if len(tokens) < chunk.end:
+                assert sampled_before is not None
+                tokens.append(int(sampled_before[unknown.pop(row + chunk.count - 1)]))
+            known = step.token_ids[row : row + chunk.count].tolist()
+            assert known[:-1] == tokens[chunk.start : -1]
+            assert known[-1] == tokens[-1] or row + chunk.count - 1 in step.unknown_rows
+            assert step.positions[row : row + chunk.count].tolist() == list(range(chunk.start, chunk.end))
+            contexts.append(tokens)
+            row += chunk.count
+        assert not unknown
+        assert row == step.num_tokens
+        return contexts
+
+    def _check_depths(self, step: StepInput, chunks: Sequence[Chunk]) -> None:
         """Narrowing is a slice: the leading rows of a layer must be just those that need it."""
-        depths = [chunk.sequence.run_depth for chunk in batch.chunks for _ in range(chunk.count)]
+        depths = [chunk.depth for chunk in chunks for _ in range(chunk.count)]
         assert depths == sorted(depths, reverse=True)
-        assert list(batch.rows_at_layer) == [sum(depth > layer for depth in depths) for layer in range(NUM_LAYERS)]
-        for layer, wanted in batch.captures.items():
-            assert all(depths[row] >= depth_of([layer], NUM_LAYERS) for row in _rows_of_batch(batch, layer, wanted.rows).tolist())
-        assert all(depths[row] == NUM_LAYERS for row in _rows_of_batch(batch, NUM_LAYERS, torch.tensor(batch.sampled_rows)).tolist())
+        assert list(step.rows_at_layer) == [sum(depth > layer for depth in depths) for layer in range(NUM_LAYERS)]
+        for layer, wanted in step.captures.items():
+            assert all(depths[row] >= depth_of([layer], NUM_LAYERS) for row in _rows_of_step(step, layer, wanted.rows).tolist())
+        assert all(depths[row] == NUM_LAYERS for row in _rows_of_step(step, NUM_LAYERS, step.sampled_rows).tolist())
 
-    def _capture(self, batch: Batch) -> None:
-        rows = [(chunk.sequence, p) for chunk in batch.chunks for p in range(chunk.start, chunk.end)]
-        self.max_captured = max(self.max_captured, sum(wanted.rows.numel() for wanted in batch.captures.values()))
-        for layer, wanted in batch.captures.items():
+    def _capture(self, step: StepInput, chunks: Sequence[Chunk], contexts: Sequence[list[int]]) -> None:
+        rows = [(place, position) for place, chunk in enumerate(chunks) for position in range(chunk.start, chunk.end)]
+        self.max_captured = max(self.max_captured, sum(len(wanted.rows) for wanted in step.captures.values()))
+        for layer, wanted in step.captures.items():
             kept = wanted.slots >= self.store.page_size  # what goes to the null page is nobody's
-            assert self.store.rows[wanted.slots[kept]].isnan().all(), "a row is written over: its page is shared, or captured before"
-            taken = _rows_of_batch(batch, layer, wanted.rows[kept])
+            taken = _rows_of_step(step, layer, wanted.rows[kept])
             for row, slot in zip(taken.tolist(), wanted.slots[kept].tolist(), strict=True):
-                sequence, position = rows[row]
+                place, position = rows[row]
+                sequence = chunks[place].sequence
                 key = (sequence.request.request_id, layer, position)
+                free = self.store.rows[slot].isnan().all() or self._owners.get(slot) == key
+                assert free, "a row is written over: its page is shared, or captured before"
                 assert key not in self._captured, "a row is captured twice"
                 assert _may_be_kept(sequence, position), "a row that nobody keeps is captured"
                 self._captured.add(key)
-                self._put(slot, value_of(layer, sequence.token_ids[: position + 1], sequence.request.cache_salt))
-
-    def _put(self, slot: int, value: float) -> None:
-        self.store.rows[slot] = value
+                self._owners[slot] = key
+                value = value_of(layer, contexts[place][: position + 1], sequence.request.cache_salt)
+                self.sink.put(torch.full((1, 1), value), torch.tensor([slot]))
 
 
 def _may_be_kept(sequence: TokenSequence, position: int) -> bool:
@@ -179,10 +236,10 @@ def _may_be_kept(sequence: TokenSequence, position: int) -> bool:
     return capture.total is None or any(low <= position < high for low, high in capture.spec.rows.ranges(capture.total))
 
 
-def _rows_of_batch(batch: Batch, layer: LayerId, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of what leaves `layer` as rows of the batch."""
-    trimmed = batch.final_rows is not None and layer in (NUM_LAYERS, "norm")
-    return batch.final_rows[rows] if trimmed and batch.final_rows is not None and rows.numel() else rows
+def _rows_of_step(step: StepInput, layer: LayerId, rows: IntArray) -> IntArray:
+    """Rows of what leaves `layer` as rows of the step."""
+    trimmed = step.final_rows is not None and layer in (NUM_LAYERS, "norm")
+    return step.final_rows[rows] if trimmed and step.final_rows is not None and len(rows) else rows
 
 
 @dataclass
@@ -190,7 +247,7 @@ class _Keys:
     """One sequence's keys in one group."""
 
     group: KVGroup
-    table: list[int]
+    table: IntArray
     depth: int
     salt: str
 
@@ -198,21 +255,23 @@ class _Keys:
     def layers(self) -> list[tuple[int, int]]:
         return [(index, layer) for index, layer in enumerate(self.group.spec.layers) if layer < self.depth]
 
-    def write(self, tokens: Sequence[int], start: int, end: int) -> None:
+    def write(self, tokens: Sequence[int], chunk: Chunk, slots: IntArray) -> None:
         size = self.group.spec.block_size
-        for position in range(start, end):
-            block = self.table[position // size]
-            assert block != 0
-            assert self.group.pool.is_referenced(block)
+        positions = np.arange(chunk.start, chunk.end)
+        blocks = self.table[positions // size]
+        assert (blocks != 0).all()
+        assert self.group.pool.is_referenced(np.unique(blocks)).all()
+        assert (slots == blocks * size + positions % size).all()
+        for block, position in zip(blocks.tolist(), positions.tolist(), strict=True):
             for index, layer in self.layers:
                 self.group.keys[index, block, position % size] = key_of(tokens[position], layer, self.salt)
 
-    def check(self, tokens: Sequence[int], start: int, end: int) -> None:
+    def check(self, tokens: Sequence[int], chunk: Chunk) -> None:
         size, window = self.group.spec.block_size, self.group.spec.kind.window
-        for position in range(start, end):
+        for position in range(chunk.start, chunk.end):
             first = 0 if window is None else max(0, position - window + 1)
             positions = np.arange(first, position + 1)
-            blocks = torch.from_numpy(np.array(self.table)[positions // size])
+            blocks = torch.from_numpy(self.table[positions // size])
             for index, layer in self.layers:
                 seen = self.group.keys[index, blocks, torch.from_numpy(positions % size), 0, 0]
                 assert seen.tolist() == [key_of(token, layer, self.salt) for token in tokens[first : position + 1]]
@@ -251,7 +310,7 @@ class Bench:
         page_size: int = 2,
         pages: int = 60,
         budget: int = 64,
-        mixed: int | None = None,
+        inter_token_seconds: float = 0.0,
         max_running: int = 16,
         prefix_cache: bool = True,
         max_rows: int | None = None,
@@ -268,28 +327,58 @@ class Bench:
             self.prefixes,
             max_batch_tokens=budget,
             max_running=max_running,
-            max_mixed_tokens=mixed,
             max_capture_rows=max_rows,
+            inter_token_seconds=inter_token_seconds,
         )
         self.runner = runner(self.kv, self.store)
         self.listener = Listener()
-        self.released: list[Sequence[int]] = []
+        self.released: list[IntArray] = []
         self.budget, self.max_running, self.max_rows = budget, max_running, max_rows
         parts = CoreParts(
             self.kv,
             self.store,
             self.scheduler,
             self.prefixes,
-            self.runner,  # has the one method that a core calls
+            self.runner,  # type: ignore[arg-type]  # has the methods that a core calls
+            Sampler(VOCAB, torch.device("cpu")),
             self.limits,
             frozenset(),
             torch.device("cpu"),
             prefix_cache,
             overlap=overlap,
+            stream=self.runner.stream if overlap else None,
         )
         self.core = EngineCore(parts, self.listener, self.released.append)
+        self._show_chunks()
         self.requests: dict[str, EngineRequest] = {}
         self.jobs: dict[str, FakeJob] = {}
+
+    def _show_chunks(self) -> None:
+        """The device is told which chunks a step is made of: of the step itself it sees arrays only."""
+        steps, runner = self.core._steps, self.runner
+        launch, finish, withdraw, can_compute = steps.launch, steps.finish, steps.withdraw, steps.can_compute
+
+        def launch_shown(planned: Sequence[Chunk], before: LaunchedStep | None = None) -> LaunchedStep:
+            runner.chunks = in_order(planned)
+            return launch(planned, before)
+
+        def withdraw_shown(step: LaunchedStep) -> None:
+            runner.forget(step.chunks)
+            withdraw(step)
+
+        def finish_shown(step: LaunchedStep) -> ComputedStep:
+            try:
+                return finish(step)
+            except Exception:
+                runner.forget(step.chunks)
+                raise
+
+        def can_compute_shown() -> bool | None:
+            runner.chunks = [Chunk(steps._probe._sequence, 0, 1, NUM_LAYERS, samples=True)]
+            return can_compute()
+
+        steps.launch, steps.finish = launch_shown, finish_shown  # type: ignore[method-assign]
+        steps.withdraw, steps.can_compute = withdraw_shown, can_compute_shown  # type: ignore[method-assign]
 
     def add(
         self,

@@ -5,7 +5,9 @@ Caches, pages and the outputs of graphs are full of NaN wherever nothing was wri
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,15 +18,18 @@ from engine.attention.facade import AttentionBackend
 from engine.attention.flashinfer import FlashInferBackend
 from engine.attention.varlen import VarlenBackend
 from engine.cache.kv import KVCache, KVGroup
+from engine.cache.pool import IntArray
 from engine.cache.spec import group_layers
 from engine.cache.states import StateStore
 from engine.capture.sink import DirectSink, RowSink
 from engine.core import CoreParts, EngineCore
-from engine.execution.batch import Batch
 from engine.execution.graphs import DecodeGraphs, Replay
-from engine.execution.runner import Launched, ModelRunner
+from engine.execution.recording import caches_of
+from engine.execution.runner import ModelRunner, StepOutput
+from engine.execution.step_input import StepInput
 from engine.layers import LayerId
 from engine.request import EngineRequest, SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.saves.spec import SaveSpec
 from engine.scheduling.limits import RequestLimits
 from engine.scheduling.prefix import PrefixFinder
@@ -34,7 +39,8 @@ from tests.unit.deferred_stream import DeferredStream
 from tests.unit.paged_kernels import FakeFlashInfer, FakeVarlen
 
 CPU = torch.device("cpu")
-MAX_LEN = 512
+MAX_LEN, MAX_RUNNING, PAGE, NUM_PAGES = 512, 16, 32, 600
+GRAPH_BYTES = 1 << 20
 
 
 def make_backend(name: str) -> AttentionBackend:
@@ -48,6 +54,14 @@ class FakeRecorder:
     recorded: int = 0
     outputs: list[torch.Tensor] = field(default_factory=list)
     error: Exception | None = None
+    refuses_replays: bool = False
+    memory: int = 1 << 30
+    """Of the device, of which every graph takes `GRAPH_BYTES` for as long as it lives."""
+    alive: weakref.WeakSet[Replay] = field(default_factory=weakref.WeakSet)
+
+    def free_bytes(self) -> int:
+        gc.collect()
+        return self.memory - GRAPH_BYTES * len(self.alive)
 
     def record(self, work: Callable[[], None]) -> Replay:
         if self.error is not None:
@@ -56,21 +70,24 @@ class FakeRecorder:
         work()
 
         def replay() -> None:
+            if self.refuses_replays:
+                raise RuntimeError("this can't be replayed")
             for output in self.outputs:
                 output.fill_(math.nan)
             work()
 
+        self.alive.add(replay)
         return replay
 
 
 class CountingRunner(ModelRunner):
-    """Counts the steps whose tokens were not known when they were launched."""
+    """Counts the steps some of whose tokens were not known when they were launched."""
 
     num_ahead = 0
 
-    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
-        self.num_ahead += before is not None
-        return super().launch(batch, before)
+    def run(self, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
+        self.num_ahead += len(step.unknown_rows) > 0
+        return super().run(step, sampled_before)
 
 
 class DecodeBench:
@@ -92,18 +109,35 @@ class DecodeBench:
         self.kv = KVCache([KVGroup(spec, 30, CPU, poison=True) for spec in specs])
         for group in self.kv.groups:  # padding is written to the null block, and read from there
             assert group.keys[:, 0].isnan().all()
-        self.store = StateStore(300, size, TINY.width, TINY.dtype, poison=True)
-        self.graphs = None if recorder is None else DecodeGraphs(self.model, attention, recorder, max_len=MAX_LEN)  # type: ignore[arg-type]
+        self.store = StateStore(NUM_PAGES + 1, PAGE, TINY.width, TINY.dtype, poison=True)
+        self.graphs = None
+        if recorder is not None:
+            self.graphs = DecodeGraphs(self.model, attention, recorder, max_len=MAX_LEN, max_batch=MAX_RUNNING)  # type: ignore[arg-type]
+        caches = caches_of(self.kv.groups)
         if self.graphs is not None and recorder is not None:
             recorder.outputs += [self.graphs.logits, self.graphs.states]
-        self.runner = CountingRunner(self.model, self.kv, sink(self.store.rows), attention, self.graphs, stream)
-        prefixes = PrefixFinder(self.kv, size, enabled=True)
-        scheduler = Scheduler(self.kv, prefixes, max_batch_tokens=200, max_running=16)
-        limits = RequestLimits(TINY.layers, TINY.vocab, MAX_LEN, self.kv, size, 299, None)
+            self.graphs.record(caches)
+        self.runner = CountingRunner(self.model, caches, sink(self.store.rows), attention, self.graphs)
+        prefixes = PrefixFinder(self.kv, PAGE, enabled=True)
+        scheduler = Scheduler(self.kv, prefixes, max_batch_tokens=200, max_running=MAX_RUNNING)
+        limits = RequestLimits(TINY.layers, TINY.vocab, MAX_LEN, self.kv, PAGE, NUM_PAGES, None)
         self.listener = Listener()
-        self.released: list[list[int]] = []
-        parts = CoreParts(self.kv, self.store, scheduler, prefixes, self.runner, limits, frozenset(), CPU, True, overlap=overlap)
-        self.core = EngineCore(parts, self.listener, self.released.append)  # type: ignore[arg-type]  # a list is a sequence
+        self.released: list[IntArray] = []
+        parts = CoreParts(
+            self.kv,
+            self.store,
+            scheduler,
+            prefixes,
+            self.runner,
+            Sampler(TINY.vocab, CPU),
+            limits,
+            frozenset(),
+            CPU,
+            prefix_cache=True,
+            overlap=overlap,
+            stream=stream,
+        )
+        self.core = EngineCore(parts, self.listener, self.released.append)
         self.jobs: dict[str, FakeJob] = {}
 
     def add(self, name: str, prompt: list[int], sampling: SamplingParams, layers: tuple[LayerId, ...] | None = None) -> None:
@@ -112,15 +146,18 @@ class DecodeBench:
             self.jobs[name] = FakeJob(save, self.store)
         self.core.add(EngineRequest(name, prompt, sampling, save), self.jobs.get(name))
 
-    @torch.inference_mode()
     def run(self) -> None:
         while self.core.has_work:
-            self.core.step()
-            for job in self.jobs.values():
-                job.write_all()
-            while self.released:
-                self.core.release_pages(self.released.pop())
+            self.step()
         self.core.check_integrity()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        self.core.step()
+        for job in self.jobs.values():
+            job.write_all()
+        while self.released:
+            self.core.release_pages(self.released.pop())
 
     @property
     def num_ahead(self) -> int:

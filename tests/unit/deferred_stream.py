@@ -22,6 +22,8 @@ class DeferredCopy:
         return self not in self.stream.pending
 
     def wait(self) -> None:
+        if not self.target.dtype.is_floating_point:
+            self.stream.lose_tokens()
         self.stream.num_waits += not self.passed()
         while not self.passed():
             self.stream.advance()
@@ -35,11 +37,21 @@ class DeferredStream:
     pending: deque[DeferredCopy] = field(default_factory=deque)
     num_waits: int = 0
     """How often the host had to wait."""
+    loses_tokens: bool = False
+    """Whoever waits for token ids hears that the device is lost."""
+    num_losses: int = 0
+    """So do the next ones who wait for token ids, so many times."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> DeferredCopy:
         target.fill_(math.nan if target.dtype.is_floating_point else -(1 << 40))
         self.pending.append(DeferredCopy(self, target, source))
         return self.pending[-1]
+
+    def lose_tokens(self) -> None:
+        """Raises where that is to be."""
+        if self.loses_tokens or self.num_losses:
+            self.num_losses = max(0, self.num_losses - 1)
+            raise RuntimeError("the device is lost")
 
     def advance(self, count: int = 1) -> None:
         """The device gets so many copies done."""

@@ -36,7 +36,13 @@ def save_tiny_llama(folder: Path) -> None:
 
 
 def small_config(folder: Path, **settings: object) -> EngineConfig:
-    known: dict[str, object] = {"dtype": "float32", "kv_cache_tokens": 512, "block_size": 8, "state_cache_memory": 1 << 17}
+    known: dict[str, object] = {
+        "dtype": "float32",
+        "kv_cache_tokens": 512,
+        "block_size": 8,
+        "state_page_size": 8,
+        "state_cache_memory": 1 << 17,
+    }
     known |= {"device": "cpu", "threads": 1, "durability": "none", "poison": True}
     return EngineConfig(str(folder), **{**known, **settings})  # type: ignore[arg-type]  # settings of a test
 

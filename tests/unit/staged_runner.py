@@ -1,16 +1,15 @@
-"""The fake runner of `core_fakes`, whose captured rows go through staging buffers and copies that end late."""
+"""The fake device of `core_fakes`, whose captured rows go through staging buffers and copies that end late."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 
-from engine.cache.kv import KVCache
-from engine.cache.states import StateStore
-from engine.capture.sink import StagedSink
-from engine.execution.batch import Batch
-from engine.execution.runner import StepResult
+from engine.capture.sink import RowSink, StagedSink
+from engine.execution.runner import StepOutput
+from engine.execution.step_input import StepInput
+from engine.scheduling.plan import Chunk
 from tests.unit.core_fakes import FakeRunner
 from tests.unit.deferred_stream import DeferredStream
 
@@ -18,32 +17,29 @@ MAX_ROWS = 400
 
 
 class StagedRunner(FakeRunner):
-    """A copy ends when it is awaited, or when the test lets `stream` advance."""
+    """A copy ends when it is awaited, or when the test lets `stream` advance. With `overlap` token ids come by such copies too."""
 
-    def __init__(self, kv: KVCache, store: StateStore) -> None:
-        super().__init__(kv, store)
+    stream: DeferredStream
+
+    def make_sink(self) -> RowSink:
         self.stream = DeferredStream()
         self.lands_midway = False
-        """Rows of earlier steps land while a step is being computed."""
-        self.sink = StagedSink(store.rows, MAX_ROWS, torch.device("cpu"), stream=self.stream)
-
-    @property
-    def busy(self) -> bool:  # type: ignore[override]  # a constant there
-        return self.sink.busy
+        """The device is so fast that rows land while the host is still at their step."""
+        self.fails_behind_another = False
+        """Raises for steps that are launched while another is in flight."""
+        self.num_ahead = 0
+        """Steps that were launched before the tokens of the last one were known."""
+        return StagedSink(self.store.rows, MAX_ROWS, torch.device("cpu"), stream=self.stream)
 
     def collect(self, *, wait: bool = False) -> None:
-        self.sink.collect(wait=wait)
+        if self.lands_midway:
+            self.stream.advance(len(self.stream.pending))
+        super().collect(wait=wait)
 
-    def execute(self, batch: Batch) -> StepResult:
-        try:
-            result = super().execute(batch)
-            if self.lands_midway:
-                self.stream.advance(len(self.stream.pending))
-                self.sink.collect()
-            return replace(result, landing=self.sink.flush())
-        except BaseException:
-            self.sink.discard()
-            raise
-
-    def _put(self, slot: int, value: float) -> None:
-        self.sink.put(torch.full((1, 1), value), torch.tensor([slot]))
+    def compute(self, step: StepInput, chunks: Sequence[Chunk], sampled_before: torch.Tensor | None) -> StepOutput:
+        if self.fails_behind_another and sampled_before is not None:
+            raise RuntimeError("the device takes nothing")
+        self.num_ahead += len(step.unknown_rows) > 0
+        output = super().compute(step, chunks, sampled_before)
+        self.collect()
+        return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 
@@ -12,21 +13,29 @@ from safetensors.torch import load_file
 from benchmarks.gpu.model import TINY
 from engine.cache.chain import HashChain
 from engine.capture.sink import StagedSink
+from engine.errors import StepFailed
 from engine.offline import OfflineEngine
 from engine.request import SamplingParams
-from engine.saves.spec import RowSelection
-from tests.unit.ahead_runner import AheadRunner
+from engine.saves.selection import RowSelection
 from tests.unit.core_fakes import Bench, next_token
 from tests.unit.decode_bench import CPU, DecodeBench, FakeRecorder
 from tests.unit.deferred_stream import DeferredStream
+from tests.unit.faulty_runner import StagedFaultyRunner
 from tests.unit.small_engine import make_request, save_tiny_llama, small_config
+from tests.unit.staged_runner import StagedRunner
 
 PROMPT = [0, 1, 2, 3, 4, 1, 0, 3]
 
 
-def ahead(**settings: object) -> tuple[Bench, AheadRunner]:
-    bench = Bench(runner=AheadRunner, overlap=True, **settings)  # type: ignore[arg-type]  # settings of a test
-    assert isinstance(bench.runner, AheadRunner)
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Tracebacks of faults on purpose need not be kept."""
+    caplog.set_level(logging.CRITICAL + 1)
+
+
+def ahead(**settings: object) -> tuple[Bench, StagedRunner]:
+    bench = Bench(**{"runner": StagedRunner} | settings, overlap=True)  # type: ignore[arg-type]  # settings of a test
+    assert isinstance(bench.runner, StagedRunner)
     return bench, bench.runner
 
 
@@ -62,7 +71,8 @@ def test_what_is_computed_behind_a_stop_is_in_no_text_no_file_and_no_cache(last:
     generated = len(bench.tokens("a"))
     computed_end = max(end for chunks in runner.steps for _, _, end in chunks)
     assert computed_end == len(PROMPT) + generated, "nothing was computed ahead of the stop"
-    assert not bench.kv.groups[0].pool.lookup(*HashChain([*PROMPT, *bench.tokens("a"), 0, 0], 2).link((len(PROMPT) + generated) // 2))
+    behind_the_text = HashChain([*PROMPT, *bench.tokens("a"), 0, 0], 2).link((len(PROMPT) + generated) // 2)
+    assert bench.kv.groups[0].pool.find([behind_the_text]).tolist() == [[0]]
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -132,29 +142,97 @@ def test_an_aborted_request_gets_no_further_token_and_its_name_can_be_used_again
     bench.check_results()
 
 
-def test_a_step_that_can_not_be_launched_ahead_is_computed_as_usual() -> None:
+def test_a_step_that_can_not_be_launched_ahead_is_computed_when_the_one_before_it_has_ended() -> None:
     bench, runner = ahead()
     bench.add("a", PROMPT, 9, (1, 2), output=True)
     for _ in range(3):
         bench.step()
-    runner.fails_to_launch = True
+    runner.fails_behind_another = True
+    bench.run()
+    bench.check_results()
+    assert bench.core.num_step_failures == 0
+
+
+def lose_tokens_once(bench: Bench, runner: StagedRunner) -> None:
+    """A step in which the host doesn't hear of the last step's tokens, but does hear of those that are computed again."""
+    runner.stream.num_losses = 1
+    bench.step()
+    assert not runner.stream.num_losses
+
+
+@pytest.mark.parametrize("lands_midway", [False, True])
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_a_step_whose_tokens_are_lost_is_computed_in_parts_and_nobody_fails(num_steps: int, lands_midway: bool) -> None:
+    bench, runner = ahead()
+    runner.lands_midway = lands_midway
+    bench.add("a", PROMPT, 9, (1,), output=True)
+    bench.add("b", PROMPT[2:], 6, (2, "norm"), last=True, salt="b")
+    bench.add("c", PROMPT[1:], 4, salt="c", stop=frozenset({text(PROMPT[1:], 3)[2]}))
+    for _ in range(num_steps):
+        bench.step()
+    lose_tokens_once(bench, runner)
+    bench.run()
+    assert bench.core.num_step_failures == 1
+    bench.check_results()
+
+
+def test_a_request_that_is_alone_in_a_lost_step_fails_like_in_any_other_step_that_raises() -> None:
+    bench, runner = ahead()
+    bench.add("a", PROMPT, 9, (1,), output=True)
+    bench.step()
+    lose_tokens_once(bench, runner)
+    assert type(bench.listener.outputs["a"][-1].error) is StepFailed
+    assert bench.tokens("a") == []
+    assert bench.kv.stats().referenced == 0
+    bench.run()
+
+
+def test_the_step_behind_a_lost_one_is_withdrawn_and_its_rows_are_captured_again() -> None:
+    bench, runner = ahead()
+    bench.add("a", PROMPT, 9, (1,), output=True)
+    bench.add("b", PROMPT[1:], 9, (1,), output=True, salt="b")
+    bench.step()
+    lose_tokens_once(bench, runner)
+    prompts = [("a", 0, 8), ("b", 0, 7)]
+    singles = [("a", 8, 9), ("b", 7, 8)]
+    assert runner.steps == [prompts, singles, prompts[:1], prompts[1:]]
+    assert bench.tokens("a") == text(PROMPT, 1)
+    bench.step()
+    assert runner.steps[-1] == singles
     bench.run()
     bench.check_results()
 
 
-def test_a_step_that_is_lost_fails_its_requests_and_no_others() -> None:
+def test_a_step_that_goes_on_being_lost_fails_its_requests_and_no_others() -> None:
     bench, runner = ahead()
     bench.add("a", PROMPT, 9, (1,), output=True)
+    bench.add("b", PROMPT[1:], 9, (1,), output=True, salt="b")
     for _ in range(3):
         bench.step()
-    runner.fails_to_finish = True
+    runner.stream.loses_tokens = True
     bench.step()
-    assert bench.listener.outputs["a"][-1].finish_reason == "error"
-    assert bench.jobs["a"].error is not None
-    runner.fails_to_finish = False
-    bench.add("b", PROMPT, 4, (1,), output=True)
+    for name in "ab":
+        output = bench.listener.outputs[name][-1]
+        assert (output.finish_reason, type(output.error)) == ("error", StepFailed)
+        assert bench.jobs[name].error is not None
+    runner.stream.loses_tokens = False
+    bench.add("c", PROMPT, 4, (1,), output=True)
     bench.run()
-    bench.check_results(but=frozenset({"a"}))
+    bench.check_results(but=frozenset("ab"))
+
+
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_one_bad_request_fails_alone_whatever_is_launched_behind_its_step(num_steps: int) -> None:
+    bench, runner = ahead(runner=StagedFaultyRunner)
+    assert isinstance(runner, StagedFaultyRunner)
+    for number, name in enumerate("abcd"):
+        bench.add(name, PROMPT[number:], 8, (1,), output=True, salt=name)
+    for _ in range(num_steps):
+        bench.step()
+    runner.bad = {"c"}
+    bench.run()
+    assert type(bench.listener.outputs["c"][-1].error) is StepFailed
+    bench.check_results(but=frozenset("c"))
 
 
 def test_rows_counted_from_the_end_are_those_of_the_real_end() -> None:
@@ -196,6 +274,34 @@ def test_a_real_model_gives_the_same_text_and_rows_one_step_ahead(graphs: bool) 
         torch.testing.assert_close(fast.rows(name), plain.rows(name), rtol=0, atol=1e-5)
     assert fast.num_ahead > 2
     assert plain.num_ahead == 0
+
+
+@pytest.mark.parametrize("lost", [(1, 3, 5), (2, 4, 6, 8), (3, 6), (7,)])
+def test_texts_of_seeded_requests_are_those_of_a_device_that_loses_nothing(lost: tuple[int, ...]) -> None:
+    """Random numbers of a lost step, and of the one behind it, are put back before they are drawn again."""
+    found = []
+    for lost_steps in ((), lost):
+        stream, rng = DeferredStream(), random.Random(5)
+        bench = DecodeBench(sink=deferred, overlap=True, stream=stream)
+        for number in range(6):
+            prompt = [rng.randrange(TINY.vocab) for _ in range(rng.choice([1, 7, 40]))]
+            params = SamplingParams(max_tokens=rng.randint(9, 12), temperature=1.0, seed=number, ignore_eos=True)
+            bench.add(f"r{number}", prompt, params, (1, "norm") if number % 2 else None)
+        for number in range(10):
+            if number in lost:  # begins in the step behind the one that is lost
+                bench.add(f"late{number}", [number, 3, 5], SamplingParams(max_tokens=4, temperature=1.0, seed=number, ignore_eos=True))
+            stream.num_losses = int(number in lost_steps)
+            bench.step()
+            assert not stream.num_losses
+        bench.run()
+        assert bench.core.num_step_failures == len(lost_steps)
+        found.append(bench)
+    plain, fast = found
+    assert fast.num_ahead > 2
+    for name in plain.listener.outputs:
+        assert fast.tokens(name) == plain.tokens(name)
+    for name in plain.jobs:
+        torch.testing.assert_close(fast.rows(name), plain.rows(name), rtol=0, atol=1e-5)
 
 
 def test_an_engine_one_step_ahead_writes_the_same_files(tmp_path: Path) -> None:

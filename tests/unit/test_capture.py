@@ -7,10 +7,13 @@ import torch
 
 from engine.cache.chain import HashChain
 from engine.cache.states import StateStore
-from engine.capture.row_capture import RowCapture, pages_reserved
+from engine.capture.held_pages import pages_reserved
+from engine.capture.row_capture import CapturePlan, RowCapture
+from engine.capture.sink import Landing
 from engine.errors import SaveError
 from engine.layers import LayerId
-from engine.saves.spec import ALL_ROWS, LAST_ROW, RowSelection, SaveSpec
+from engine.saves.selection import ALL_ROWS, LAST_ROW, RowSelection
+from engine.saves.spec import SaveSpec
 from tests.unit.core_fakes import FakeJob, Target
 
 TOKENS = list(range(40))
@@ -28,34 +31,43 @@ class Setup:
         layers: tuple[LayerId, ...] = (1, 2),
         rows: RowSelection = ALL_ROWS,
         total: int | None = 20,
+        max_total: int = 40,
         cached: bool = True,
         tokens: list[int] = TOKENS,
     ) -> RowCapture:
         spec = SaveSpec("s", Target(), layers, "float32", total is None, False, rows)
         chain = HashChain(tokens, 4) if cached else None
-        return RowCapture(spec, FakeJob(spec, self.store), self.store, chain, total=total, max_total=total or 40, release=self.release)
-
-    def release(self, pages: list[int]) -> None:
-        for page in pages:
-            self.store.pool.release(page)
+        release = self.store.pool.release
+        return RowCapture(spec, FakeJob(spec, self.store), self.store, chain, total=total, max_total=total or max_total, release=release)
 
     @property
     def referenced(self) -> int:
         return self.store.pool.stats().referenced
 
 
-def compute(capture: RowCapture, start: int, end: int) -> int:
-    """One step over the positions, as far as pages reach; the state at position p of the layer with index i is 100 i + p."""
-    end = capture.reserve(start, end, end)
-    planned = capture.planned()
-    if planned is not None:
-        positions, slots = planned
-        for index, layer_slots in enumerate(slots):
-            assert capture._store.rows[layer_slots].isnan().all()
-            capture._store.rows[torch.from_numpy(layer_slots), 0] = torch.from_numpy(positions + 100 * index).float()
-    capture.commit(end)
-    capture.hand_over(end)
-    return end
+def launch(capture: RowCapture, start: int, end: int) -> CapturePlan:
+    """The device computes the positions, as far as pages reach; the state at position p of the layer with index i is 100 i + p."""
+    plan = capture.plan(start, capture.limit(start, end, end, None), end)
+    for index, (positions, slots) in enumerate(captured(capture, plan)):
+        rows = capture.job.store.rows  # type: ignore[attr-defined]  # a fake job's
+        assert rows[torch.tensor(slots)].isnan().all()
+        rows[torch.tensor(slots), 0] = torch.tensor(positions).float() + 100 * index
+    return plan
+
+
+def captured(capture: RowCapture, plan: CapturePlan) -> list[tuple[list[int], list[int]]]:
+    """Per layer the positions of the plan's rows, and their slots."""
+    if not plan.ranges:
+        return []
+    positions, slots = capture.slots(plan)
+    return [(positions.tolist(), of_layer) for of_layer in slots.tolist()]
+
+
+def compute(capture: RowCapture, start: int, end: int, landing: Landing | None = None) -> int:
+    """One step over the positions, whose rows land at once unless `landing` says otherwise; how far pages reached."""
+    plan = launch(capture, start, end)
+    capture.commit(plan, landing or Landing(landed=True))
+    return plan.end
 
 
 def written(capture: RowCapture) -> dict[int, list[float]]:
@@ -111,7 +123,7 @@ def test_a_chunk_is_cut_where_pages_end_and_goes_on_when_there_are_some_again() 
     capture = setup.capture(cached=False)
     capture.start()
     assert compute(capture, 0, 20) == 8
-    assert capture.reserve(8, 20, 20) == 8
+    assert capture.limit(8, 20, 20, None) == 8
     written(capture)
     assert compute(capture, 8, 20) == 16
     written(capture)
@@ -131,21 +143,60 @@ def test_rows_that_are_not_kept_take_no_page() -> None:
     assert (list(end.positions), list(end.token_ids), end.num_tokens) == ([2, 17], [2, 17], 20)
 
 
+EVERY_SECOND = RowSelection(tuple((position, position + 1) for position in range(0, 20, 2)))
+
+
+def test_a_step_hands_its_rows_over_at_once_however_many_pairs_they_are_of() -> None:
+    setup = Setup()
+    capture = setup.capture(rows=EVERY_SECOND)
+    capture.start()
+    job = capture.job
+    assert isinstance(job, FakeJob)
+    compute(capture, 0, 14)
+    assert len(job.chunks) == 1
+    compute(capture, 14, 20)
+    assert len(job.chunks) == 2
+    capture.finish(TOKENS[:20], 20, 20)
+    assert len(job.chunks) == 2
+    assert written(capture) == expected(list(range(0, 20, 2)))
+    assert setup.referenced == 0
+
+
+@pytest.mark.parametrize("total", [20, None])
+def test_steps_do_not_go_through_the_pairs_again(monkeypatch: pytest.MonkeyPatch, total: int | None) -> None:
+    capture = Setup().capture(rows=EVERY_SECOND, total=total)
+    capture.start()
+    asked: list[str] = []
+    for name in ("ranges", "spans"):
+        monkeypatch.setattr(RowSelection, name, lambda _selection, _total, name=name: asked.append(name))
+    assert capture.hit_limit(20, 1) == 0
+    for start in range(0, 20, 5):
+        compute(capture, start, start + 5)
+    assert asked == []
+    assert list(written(capture)) == list(range(0, 20, 2))
+
+
 def test_rows_times_layers_of_a_chunk_are_limited() -> None:
     capture = Setup().capture()
-    capture.reserve(0, 20, 20)
-    assert capture.num_rows_planned == 40
-    assert capture.limit_rows(20, 13) == 6
-    assert capture.num_rows_planned == 12
-    assert capture.limit_rows(6, 1) == 0
-    assert capture.planned() is None
+    assert capture.limit(0, 20, 20, 40) == 20
+    assert capture.limit(0, 20, 20, 13) == 6
+    assert capture.limit(0, 20, 20, 1) == 0
+    assert capture.plan(0, 6, 20).num_rows == 6
 
 
 def test_a_limit_counts_only_rows_that_are_kept() -> None:
     capture = Setup().capture(rows=RowSelection(((2, 4), (10, 14))))
-    capture.reserve(0, 20, 20)
-    assert capture.limit_rows(20, 8) == 12
-    assert capture.planned()[0].tolist() == [2, 3, 10, 11]
+    assert capture.limit(0, 20, 20, 8) == 12
+    assert captured(capture, capture.plan(0, 12, 20))[0][0] == [2, 3, 10, 11]
+
+
+def test_pages_are_taken_for_the_rows_of_a_chunk_and_for_no_others() -> None:
+    setup = Setup()
+    capture = setup.capture()
+    end = capture.limit(0, 20, 20, 4)
+    assert setup.referenced == 0, "a limit takes nothing"
+    capture.plan(0, end, 20)
+    assert (end, setup.referenced) == (2, 2)
 
 
 def test_rows_that_were_captured_before_a_preemption_are_not_captured_again() -> None:
@@ -153,17 +204,19 @@ def test_rows_that_were_captured_before_a_preemption_are_not_captured_again() ->
     capture = setup.capture(cached=False)
     capture.start()
     compute(capture, 0, 6)
-    capture.clip(0)
-    capture.hand_over(6, everything=True)
+    capture.pause()
     assert written(capture) == expected(list(range(6)))
     assert setup.referenced == 0
-    assert capture.reserve(0, 6, 6) == 6
-    assert capture.planned() is None
+    capture.start()
+    assert capture.limit(0, 6, 6, None) == 6
+    again = capture.plan(0, 6, 6)
+    assert again.num_rows == 0
     assert setup.referenced == 0
-    capture.commit(6)
-    assert capture.reserve(4, 9, 9) == 9
-    assert capture.planned()[0].tolist() == [6, 7, 8]
-    capture.clip(0)
+    capture.commit(again, Landing(landed=True))
+    assert capture.limit(4, 9, 9, None) == 9
+    further = capture.plan(4, 9, 9)
+    assert captured(capture, further)[0][0] == [6, 7, 8]
+    capture.withdraw(further)
     compute(capture, 6, 20)
     capture.finish(TOKENS[:20], 20, 20)
     assert written(capture) == expected(list(range(20)))
@@ -174,21 +227,44 @@ def test_a_block_that_was_captured_in_two_parts_with_a_preemption_between_is_not
     capture = setup.capture()
     capture.start()
     compute(capture, 0, 6)
-    capture.hand_over(6, everything=True)
+    capture.pause()
+    capture.start()
     compute(capture, 6, 12)
     chain = HashChain(TOKENS, 4)
-    assert [setup.store.lookup(chain.link(block), (1, 2)) is not None for block in range(3)] == [True, False, True]
+    assert [len(setup.store.lookup(chain, block, block + 1, (1, 2))) for block in range(3)] == [1, 0, 1]
 
 
-def test_a_plan_that_is_given_up_captures_nothing() -> None:
+def test_a_plan_that_is_withdrawn_captures_nothing() -> None:
     setup = Setup()
     capture = setup.capture()
-    capture.reserve(0, 8, 8)
-    capture.clip(0)
-    assert capture.planned() is None
-    capture.commit(0)
-    capture.hand_over(0, everything=True)
+    capture.start()
+    capture.withdraw(capture.plan(0, 8, 8))
+    assert capture.planned_end == 0
+    capture.pause()
     assert setup.referenced == 0
+    assert written(capture) == {}
+
+
+def test_plans_of_steps_in_flight_are_withdrawn_the_latest_first_and_their_rows_captured_later() -> None:
+    setup = Setup()
+    capture = setup.capture()
+    capture.start()
+    first, second, third = (capture.plan(start, start + 3, 20) for start in (0, 3, 6))
+    capture.withdraw(third)
+    capture.withdraw(second)
+    capture.commit(first, Landing(landed=True))
+    assert (capture.captured_end, capture.planned_end) == (3, 3)
+    assert captured(capture, capture.plan(3, 9, 20))[0][0] == list(range(3, 9))
+
+
+def test_a_plan_that_is_shortened_captures_the_rows_up_to_its_end_and_the_rest_is_planned_anew() -> None:
+    setup = Setup()
+    capture = setup.capture(rows=RowSelection(((1, 3), (4, 12))))
+    capture.start()
+    shorter = capture.shorten(capture.plan(0, 12, 20), 5)
+    assert [positions for positions, _ in captured(capture, shorter)] == [[1, 2, 4]] * 2
+    capture.commit(shorter, Landing(landed=True))
+    assert captured(capture, capture.plan(5, 20, 20))[0][0] == list(range(5, 12))
 
 
 def test_complete_pages_are_taken_from_the_cache_and_their_rows_written_to_the_file() -> None:
@@ -202,7 +278,7 @@ def test_complete_pages_are_taken_from_the_cache_and_their_rows_written_to_the_f
     assert second.hit_limit(18, 18) == 16, "the last block isn't full"
     second.start()
     assert second.adopt(16, 18) == 16
-    second.hand_over(16)
+    second.hand_over()
     assert written(second) == {position: [100.0 + position] for position in range(16)}
     assert second.captured_end == 16
 
@@ -231,7 +307,7 @@ def test_a_hit_does_not_take_cached_pages_that_are_promised_to_others() -> None:
     first.finish(TOKENS[:16], 16, 16)
     written(first)
     window = setup.capture(rows=RowSelection(((-8, None),)), total=None)
-    assert window.reservation == 8
+    assert window.pages.reservation == 8
     window.start()
     assert setup.capture(layers=(1,), total=16).hit_limit(16, 16) == 8
 
@@ -244,7 +320,7 @@ def test_rows_counted_from_an_unknown_end_wait_until_they_are_certain() -> None:
     assert written(capture) == expected([0, 1])
     for position in range(9, 14):
         compute(capture, position, position + 1)
-        assert setup.referenced <= capture.reservation
+        assert setup.referenced <= capture.pages.reservation
     capture.finish(TOKENS[:14], 14, 9)
     assert written(capture) == expected([0, 1, 11, 12, 13])
     assert setup.referenced == 0
@@ -255,9 +331,9 @@ def test_rows_that_may_still_be_kept_survive_a_preemption_in_their_pages() -> No
     capture = setup.capture(rows=RowSelection(((-3, None),)), total=None)
     capture.start()
     compute(capture, 0, 10)
-    capture.clip(0)
-    capture.hand_over(10, everything=True)
+    capture.pause()
     assert setup.referenced > 0
+    capture.start()
     compute(capture, 0, 10)
     compute(capture, 10, 11)
     capture.finish(TOKENS[:11], 11, 9)
@@ -279,8 +355,7 @@ def test_rows_that_may_still_be_kept_survive_a_preemption_in_their_pages() -> No
 def test_pages_are_promised_for_the_window_of_rows_that_cannot_be_settled(
     rows: RowSelection, total: int | None, max_total: int, pages: int
 ) -> None:
-    spec = SaveSpec("s", Target(), (1, 2), "float32", True, False, rows)
-    assert pages_reserved(spec, 4, total, max_total) == pages
+    assert pages_reserved(rows, 2, 4, total, max_total) == pages
 
 
 def test_a_request_starts_only_where_one_block_of_every_layer_and_its_promise_can_be_had() -> None:
@@ -289,6 +364,23 @@ def test_a_request_starts_only_where_one_block_of_every_layer_and_its_promise_ca
     assert not setup.capture(layers=(0, 1, 2, 3, 4, "norm")).can_start()
     assert setup.capture(layers=(1,), rows=RowSelection(((-12, None),)), total=None).can_start()
     assert not setup.capture(layers=(1,), rows=RowSelection(((-16, None),)), total=None).can_start()
+
+
+def test_a_request_that_holds_its_whole_ring_can_start_again_although_no_page_is_free() -> None:
+    setup = Setup(pages=6)
+    capture = setup.capture(rows=RowSelection(((-9, None),)), total=None, max_total=12)
+    capture.start()
+    compute(capture, 0, 9)
+    assert (capture.pages.reservation, setup.store.pool.num_available) == (6, 0)
+    capture.pause()
+    assert setup.referenced == 6, "it isn't certain of any row that it is left out"
+    assert capture.can_start()
+    capture.start()
+    compute(capture, 0, 9)
+    compute(capture, 9, 10)
+    capture.finish(TOKENS[:10], 10, 3)
+    assert written(capture) == expected(list(range(1, 10)))
+    assert setup.referenced == 0
 
 
 def test_a_cancelled_capture_gives_its_pages_and_its_promise_back() -> None:
@@ -316,3 +408,115 @@ def test_the_end_of_what_is_kept_is_known_where_the_length_is() -> None:
     assert setup.capture(rows=RowSelection(((0, 2), (5, -7)))).kept_end == 13
     assert setup.capture(total=None).kept_end is None
     assert setup.capture(rows=RowSelection(((30, 32),))).kept_end == 0
+
+
+# Rows on their way
+
+
+def test_rows_of_a_landing_that_is_asked_late_go_to_the_writer_all_the_same() -> None:
+    setup, landing = Setup(), Landing(landed=False)
+    capture = setup.capture()
+    capture.start()
+    compute(capture, 0, 8, landing)
+    assert capture.in_flight
+    assert (capture.captured_end, capture.landed_end) == (8, 0)
+    capture.settle()
+    assert written(capture) == {}
+    landing.landed = True
+    assert written(capture) == {}, "nobody has asked"
+    capture.settle()
+    assert not capture.in_flight
+    assert written(capture) == expected(list(range(8)))
+
+
+def test_a_landing_that_landed_before_its_step_was_committed_is_not_lost() -> None:
+    setup, landing = Setup(), Landing(landed=False)
+    capture = setup.capture()
+    capture.start()
+    plan = launch(capture, 0, 8)
+    landing.landed = True
+    capture.commit(plan, landing)
+    capture.hand_over()
+    assert not capture.in_flight
+    assert written(capture) == expected(list(range(8)))
+
+
+def test_rows_that_landed_wait_for_those_before_them() -> None:
+    setup, first, second = Setup(), Landing(landed=False), Landing(landed=True)
+    capture = setup.capture()
+    capture.start()
+    compute(capture, 0, 5, first)
+    compute(capture, 5, 12, second)
+    capture.settle()
+    assert written(capture) == {}
+    first.landed = True
+    capture.settle()
+    assert written(capture) == expected(list(range(12)))
+
+
+def test_blocks_are_offered_to_others_once_their_rows_have_landed() -> None:
+    setup, landing = Setup(), Landing(landed=False)
+    capture = setup.capture()
+    capture.start()
+    compute(capture, 0, 8, landing)
+    assert setup.capture().hit_limit(20, 20) == 0
+    landing.landed = True
+    capture.settle()
+    assert setup.capture().hit_limit(20, 20) == 8
+
+
+def test_a_file_is_completed_when_its_last_rows_have_landed() -> None:
+    setup, landing = Setup(), Landing(landed=False)
+    capture = setup.capture(total=6)
+    capture.start()
+    compute(capture, 0, 6, landing)
+    capture.finish(TOKENS[:6], 6, 6)
+    assert capture.job.end is None
+    landing.landed = True
+    capture.settle()
+    assert capture.job.end is not None
+    assert written(capture) == expected(list(range(6)))
+    assert setup.referenced == 0
+
+
+def test_rows_of_a_preempted_request_go_to_the_writer_when_they_land_though_their_block_stays_a_part() -> None:
+    setup, landing = Setup(), Landing(landed=False)
+    capture = setup.capture(cached=False)
+    capture.start()
+    compute(capture, 0, 6, landing)
+    capture.pause()
+    assert setup.referenced == 4
+    landing.landed = True
+    capture.settle()
+    assert written(capture) == expected(list(range(6)))
+    assert setup.referenced == 0
+
+
+def test_a_preempted_request_that_runs_again_before_its_rows_have_landed_goes_on_behind_them() -> None:
+    setup, landing = Setup(), Landing(landed=False)
+    capture = setup.capture(total=8)
+    capture.start()
+    compute(capture, 0, 6, landing)
+    capture.pause()
+    capture.start()
+    compute(capture, 0, 8)
+    assert written(capture) == {}
+    landing.landed = True
+    capture.settle()
+    capture.finish(TOKENS[:8], 8, 8)
+    assert written(capture) == expected(list(range(8)))
+    assert setup.referenced == 0
+
+
+def test_rows_of_a_cancelled_capture_that_land_afterwards_are_nobody_s() -> None:
+    setup, landing = Setup(), Landing(landed=False)
+    capture = setup.capture()
+    capture.start()
+    compute(capture, 0, 8, landing)
+    capture.finish(TOKENS[:8], 8, 8)
+    capture.cancel(SaveError("cancelled", "the request was aborted"))
+    landing.landed = True
+    capture.settle()
+    assert capture.job.end is None
+    assert written(capture) == {}
+    assert setup.referenced == 0

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+import torch
 
 from engine.errors import EngineError, EngineUnavailable, RequestAborted, SaveError, StepFailed
-from engine.execution.batch import Batch
-from engine.execution.runner import StepResult
+from engine.execution.runner import StepOutput
+from engine.execution.step_input import StepInput
+from engine.scheduling.plan import Chunk
 from tests.unit.core_fakes import Bench, FakeRunner
 
 PROMPT = [0, 1, 2, 3, 4, 0, 2, 4, 1]
@@ -167,12 +171,14 @@ def test_a_request_whose_save_failed_is_not_computed_any_further() -> None:
 
 
 class _OneBadRow(FakeRunner):
-    """A sampler that can't choose a token for one request."""
+    """A model that gives nothing to choose a token from for one request."""
 
-    def execute(self, batch: Batch) -> StepResult:
-        result = super().execute(batch)
-        names = [chunk.sequence.request.request_id for chunk in batch.sampled]
-        return StepResult([EngineError("no token") if n == "bad" else t for n, t in zip(names, result.tokens, strict=True)], [])
+    def compute(self, step: StepInput, chunks: Sequence[Chunk], sampled_before: torch.Tensor | None) -> StepOutput:
+        output = super().compute(step, chunks, sampled_before)
+        for place, chunk in enumerate(chunk for chunk in chunks if chunk.samples):
+            if output.logits is not None and chunk.sequence.request.request_id == "bad":
+                output.logits[place] = torch.nan
+        return output
 
 
 def test_a_row_that_cannot_be_sampled_fails_its_request_alone() -> None:
@@ -187,6 +193,6 @@ def test_a_row_that_cannot_be_sampled_fails_its_request_alone() -> None:
 
 def test_blocks_that_are_held_by_nobody_known_are_noticed() -> None:
     bench = Bench()
-    bench.kv.groups[0].pool.allocate()
+    bench.kv.groups[0].pool.take(1)
     with pytest.raises(AssertionError, match="no request is left"):
         bench.core.check_integrity()

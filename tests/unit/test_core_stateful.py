@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from engine.errors import InvalidRequest
 from engine.layers import LayerId
-from engine.saves.spec import RowSelection
-from tests.unit.ahead_runner import AheadRunner
+from engine.saves.selection import RowSelection
 from tests.unit.core_fakes import MAX_MODEL_LEN, VOCAB, Bench, FakeRunner, next_token
 from tests.unit.staged_runner import StagedRunner
 
@@ -32,7 +31,6 @@ class CoreMachine(RuleBasedStateMachine):
         spare=st.integers(0, 6),
         pages=st.integers(6, 24),
         budget=st.integers(1, 24),
-        mixed=st.sampled_from([None, None, 2, 5]),
         running=st.integers(1, 4),
         prefix_cache=st.sampled_from([True, True, True, False]),
         max_rows=st.sampled_from([None, 5, 9]),
@@ -43,7 +41,6 @@ class CoreMachine(RuleBasedStateMachine):
         spare: int,
         pages: int,
         budget: int,
-        mixed: int | None,
         running: int,
         prefix_cache: bool,
         max_rows: int | None,
@@ -57,7 +54,6 @@ class CoreMachine(RuleBasedStateMachine):
             page_size=page,
             pages=pages,
             budget=budget,
-            mixed=mixed,
             max_running=running,
             prefix_cache=prefix_cache,
             max_rows=max_rows,
@@ -210,7 +206,6 @@ TestStagedMachine = StagedMachine.TestCase
 class AheadMachine(StagedMachine):
     """The same, where the next step of text is computed before the last one's tokens are looked at."""
 
-    runner = AheadRunner
     overlap = True
 
 

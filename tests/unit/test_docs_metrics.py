@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.stats import EngineStats, PoolStats
+from engine.cache.pool import PoolStats
+from engine.stats import EngineStats
 from service.metrics import Metrics
 from service.space import Disk
 

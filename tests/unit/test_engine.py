@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError, EngineUnavailable, InvalidRequest, QueueFull, RequestAborted, SaveError, StepFailed
-from engine.execution.batch import Batch
-from engine.execution.runner import ModelRunner, StepResult
+from engine.execution.runner import ModelRunner, StepOutput
+from engine.execution.step_input import StepInput
 from engine.offline import LocalTarget, OfflineEngine
 from engine.request import EngineRequest, RequestOutput, SamplingParams
 from engine.saves.spec import SaveEvent, SaveSpec
@@ -121,10 +122,10 @@ def test_requests_are_answered_and_files_published(start: Start, tmp_path: Path)
 
 
 def test_what_was_resolved_at_start_can_be_read(start: Start) -> None:
-    engine, _ = start(max_model_len=100, max_batch_tokens=33, state_cache_memory=10 * 8 * 32 * 4)
+    engine, _ = start(max_model_len=100, max_batch_tokens=33, state_cache_memory=10 * 16 * 32 * 4, state_page_size=16)
     info = engine.info
     assert (info.device, info.dtype, info.max_model_len, info.block_size, info.max_batch_tokens) == ("cpu", "float32", 100, 8, 33)
-    assert (info.kv_cache_tokens, info.state_cache_rows, info.model.num_layers) == (512, 80, 2)
+    assert (info.kv_cache_tokens, info.state_cache_rows, info.state_page_size, info.model.num_layers) == (512, 160, 16, 2)
 
 
 def test_settings_that_cannot_work_are_refused_at_start(start: Start) -> None:
@@ -169,6 +170,44 @@ def test_a_full_queue_refuses_and_takes_again_once_there_is_room(start: Start) -
     engine.submit(request("third"))
     finish(engine)
     assert recorder.last("third") == ("length", None)
+
+
+def scored_request(name: str, path: Path | None = None, num_top: int = 5) -> EngineRequest:
+    plain = request(name, 100, path)
+    return replace(plain, sampling=replace(plain.sampling, prompt_logprobs=num_top))
+
+
+SCORES_BYTES = (len(PROMPT) - 1) * 4 * (3 + 2 * 5)
+"""Of one `scored_request`."""
+
+
+def test_prompt_logprobs_that_can_never_fit_are_refused_with_the_bound(start: Start) -> None:
+    engine, _ = start(prompt_logprobs_memory=SCORES_BYTES)
+    with pytest.raises(InvalidRequest, match=f"take {SCORES_BYTES + 8 * (len(PROMPT) - 1)} bytes, at most {SCORES_BYTES}") as error:
+        engine.submit(scored_request("large", num_top=6))
+    assert error.value.param == "prompt_logprobs"
+    engine.submit(scored_request("fits"))
+    finish(engine)
+
+
+def test_prompt_logprobs_that_do_not_fit_beside_others_are_refused_until_those_have_ended(start: Start, tmp_path: Path) -> None:
+    engine, recorder = start(prompt_logprobs_memory=2 * SCORES_BYTES)
+    recorder.gate.clear()
+    for name in ("first", "second"):
+        engine.submit(scored_request(name))
+    assert recorder.in_step.wait(60)
+    with pytest.raises(QueueFull, match=f"{2 * SCORES_BYTES} bytes that others hold; there is room for {2 * SCORES_BYTES}"):
+        engine.submit(scored_request("third", tmp_path))
+    engine.submit(request("plain"))
+    engine.abort("first")
+    recorder.gate.set()
+    finish(engine)
+    assert [recorder.last(name)[0] for name in ("first", "second", "plain")] == ["abort", "length", "length"]
+    assert not recorder.events
+    for name in ("third", "fourth"):
+        engine.submit(scored_request(name, tmp_path))
+    finish(engine)
+    assert [recorder.last(name)[0] for name in ("third", "fourth")] == ["length", "length"]
 
 
 def test_an_abort_ends_running_and_waiting_requests_and_leaves_no_file(start: Start, tmp_path: Path) -> None:
@@ -232,14 +271,14 @@ def test_an_engine_that_was_never_started_can_be_stopped(folder: Path) -> None:
 
 def failing(monkeypatch: pytest.MonkeyPatch, *failures: int) -> None:
     """Makes the steps with these numbers fail."""
-    execute, steps = ModelRunner.execute, iter(range(1000))
+    run, steps = ModelRunner.run, iter(range(1000))
 
-    def maybe(self: ModelRunner, batch: Batch) -> StepResult:
+    def maybe(self: ModelRunner, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
         if next(steps) in failures:
             raise RuntimeError("the model stumbled")
-        return execute(self, batch)
+        return run(self, step, sampled_before)
 
-    monkeypatch.setattr(ModelRunner, "execute", maybe)
+    monkeypatch.setattr(ModelRunner, "run", maybe)
 
 
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(
@@ -292,10 +331,10 @@ def test_three_failed_steps_in_a_row_kill_the_engine_and_everybody_is_answered(
 def test_an_exception_that_is_no_failed_step_kills_the_engine_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, recorder = start()
 
-    def broken(self: ModelRunner, batch: Batch) -> StepResult:
+    def broken(self: ModelRunner, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
         raise SystemExit("gone")
 
-    monkeypatch.setattr(ModelRunner, "execute", broken)
+    monkeypatch.setattr(ModelRunner, "run", broken)
     engine.submit(request("r"))
     finish(engine)
     assert recorder.last("r") == ("error", EngineUnavailable)

@@ -10,7 +10,8 @@ import xxhash
 
 from engine.offline import Completion, LocalTarget, OfflineEngine
 from engine.request import EngineRequest, SamplingParams
-from engine.saves.spec import RowSelection, SaveSpec
+from engine.saves.selection import RowSelection
+from engine.saves.spec import SaveSpec
 from tests.unit.small_engine import save_tiny_llama, small_config
 
 PROMPTS = [[(7 * i + j) % 90 + 3 for j in range(100)] for i in range(6)]

@@ -7,19 +7,25 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from engine.capture.row_capture import RowCapture
-from engine.capture.sink import DirectSink
 from engine.core import EngineCore
 from engine.engine import Engine
-from engine.errors import EngineUnavailable, QueueFull, RequestAborted, SaveError, StepFailed
-from engine.execution.batch import Batch
-from engine.execution.runner import ModelRunner, StepResult
-from engine.saves.builder import FileBuilder
+from engine.errors import EngineError, EngineUnavailable, QueueFull, RequestAborted, SaveError, StepFailed
+from engine.execution.executor import LaunchedStep, StepExecutor
+from engine.execution.runner import ModelRunner, StepOutput
+from engine.execution.step_input import StepInput
+from engine.request import EngineRequest
+from engine.saves.builder import FileBuilder, FinishedFile
+from engine.saves.chunk import SaveEnd
+from engine.saves.convert import Scratch
+from engine.saves.selection import IntArray, Range, RowSelection
 from engine.scheduling.scheduler import Scheduler
 from tests.unit.small_engine import Recorder, make_request, save_tiny_llama, small_config
 
@@ -109,11 +115,11 @@ def test_seeded_text_and_saved_rows_are_the_same_whether_or_not_a_neighbour_fail
 
     expected = run(tmp_path / "alone")
 
-    def is_bad(runner: ModelRunner, batch: Batch) -> bool:
-        sequences = [chunk.sequence for chunk in batch.chunks]
+    def is_bad(executor: StepExecutor, step: LaunchedStep) -> bool:
+        sequences = [chunk.sequence for chunk in step.chunks]
         return any(s.request.request_id == "bad" and s.num_output_tokens == 5 for s in sequences)
 
-    failing(monkeypatch, ModelRunner, "_execute", is_bad)
+    failing(monkeypatch, StepExecutor, "finish", is_bad)
     found = run(tmp_path / "beside", "bad")
     assert found.ends("bad") == [("error", StepFailed)]
     for i in range(5):
@@ -130,10 +136,10 @@ def test_bad_requests_one_after_the_other_leave_the_engine_as_it_was(start: Star
     engine.submit(make_request("before", tmp_path))
     finish(engine)
 
-    def is_bad(runner: ModelRunner, batch: Batch) -> bool:
-        return any(chunk.sequence.request.request_id.startswith("bad") for chunk in batch.chunks)
+    def is_bad(executor: StepExecutor, step: LaunchedStep) -> bool:
+        return any(chunk.sequence.request.request_id.startswith("bad") for chunk in step.chunks)
 
-    failing(monkeypatch, ModelRunner, "_execute", is_bad)
+    failing(monkeypatch, StepExecutor, "finish", is_bad)
     for i in range(7):
         engine.submit(make_request(f"bad{i}", tmp_path))
         finish(engine)
@@ -160,7 +166,7 @@ def test_where_every_second_attempt_at_a_step_fails_seeded_text_is_what_it_would
         return [recorder.tokens(f"r{i}") for i in range(4)]
 
     expected = run()
-    failing(monkeypatch, DirectSink, "flush", iter_attempts())
+    failing(monkeypatch, StepExecutor, "finish", iter_attempts())
     assert run() == expected
 
 
@@ -178,7 +184,7 @@ def iter_attempts() -> Callable[..., bool]:
 
 def test_failed_steps_are_counted(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = start()
-    failing(monkeypatch, ModelRunner, "_execute", iter_attempts())
+    failing(monkeypatch, StepExecutor, "finish", iter_attempts())
     engine.submit(make_request("r"))
     finish(engine)
     assert engine.stats().step_failures_total >= 1
@@ -228,11 +234,12 @@ def test_a_fault_in_our_own_books_ends_the_engine_and_everybody_is_answered_once
     assert {path.name for path in tmp_path.iterdir()} == whole
 
 
-def test_blocks_that_nobody_holds_end_an_idle_engine(start: Start) -> None:
+def test_blocks_that_nobody_holds_end_an_idle_engine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.engine._INTEGRITY_SECONDS", 0.0)
     engine, recorder = start()
     engine.submit(make_request("r"))
     finish(engine)
-    engine._parts.core.kv.groups[0].pool.allocate()
+    engine._parts.core.kv.groups[0].pool.take(1)
     assert_dead(engine, recorder, AssertionError)
 
 
@@ -361,6 +368,66 @@ def test_an_engine_in_which_everything_starves_of_pages_notices_a_save_that_fail
     assert engine.stats().state_pages.referenced == 0
 
 
+# What is taken over, and what isn't.
+
+
+def refusal(engine: Engine, request: EngineRequest) -> str | None:
+    try:
+        engine.submit(request)
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def test_the_id_of_a_request_is_in_use_until_its_save_has_ended(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, recorder = start()
+    gate, complete = threading.Event(), FileBuilder.complete
+
+    def slow(builder: FileBuilder, end: SaveEnd, scratch: Scratch) -> FinishedFile:
+        gate.wait()
+        return complete(builder, end, scratch)
+
+    monkeypatch.setattr(FileBuilder, "complete", slow)
+    first = make_request("r", tmp_path)
+    engine.submit(first)
+    while not recorder.ends("r"):
+        pass
+    engine.submit(make_request("after"))
+    while not recorder.ends("after"):
+        pass
+    refusals = [refusal(engine, request) for request in (make_request("r"), replace(first, request_id="other"))]
+    gate.set()
+    finish(engine)
+    assert refusals == ["request id r is in use", "save id save-r is in use"]
+    assert recorder.last_status("save-r") == "completed"
+    engine.submit(make_request("r"))
+    finish(engine)
+    assert recorder.ends("r") == [("length", type(None))] * 2
+    engine.check_integrity()
+
+
+def test_ranges_are_not_computed_under_the_lock_that_every_step_needs(start: Start, tmp_path: Path) -> None:
+    engine, recorder = start()
+    held: list[bool] = []
+
+    class Watched(RowSelection):
+        def ranges(self, total: int) -> list[Range]:
+            held.append(engine._changed._is_owned())  # type: ignore[attr-defined]  # who else holds it doesn't matter
+            return super().ranges(total)
+
+        def spans(self, total: int) -> tuple[IntArray, IntArray]:
+            held.append(engine._changed._is_owned())  # type: ignore[attr-defined]
+            return super().spans(total)
+
+    request = make_request("r", tmp_path)
+    assert request.save is not None
+    engine.submit(replace(request, save=replace(request.save, rows=Watched(((0, 2), (4, None))))))
+    finish(engine)
+    assert recorder.last_status("save-r") == "completed"
+    assert held
+    assert not any(held)
+
+
 # Stopping.
 
 
@@ -463,16 +530,16 @@ def end(engine: Engine, way: str, patched: pytest.MonkeyPatch, chance: random.Ra
     elif way == "die in a command":
         engine._commands.put(broken)
     elif way == "model fails":
-        patched.setattr(ModelRunner, "_execute", broken)
+        patched.setattr(ModelRunner, "run", broken)
     else:
-        execute = ModelRunner._execute
+        run = ModelRunner.run
 
-        def at_times(runner: ModelRunner, batch: Batch) -> StepResult:
+        def at_times(runner: ModelRunner, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
             if chance.random() < 0.5:
                 raise RuntimeError("the model stumbled")
-            return execute(runner, batch)
+            return run(runner, step, sampled_before)
 
-        patched.setattr(ModelRunner, "_execute", at_times)
+        patched.setattr(ModelRunner, "run", at_times)
         while chance.random() < 0.95 and engine.state == "running":
             engine.wait_idle(0.001)
         engine.stop()

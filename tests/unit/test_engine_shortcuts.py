@@ -15,15 +15,16 @@ from engine.cache.spec import KVSpec, LayerKV
 from engine.cache.states import StateStore
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.execution.batch import Batch
-from engine.execution.runner import ModelRunner, StepResult
+from engine.execution.runner import ModelRunner, StepOutput
+from engine.execution.step_input import StepInput
 from engine.layers import LayerId
 from engine.native import compiler
 from engine.native.compiler import NoKernels
 from engine.native.kernels import load_kernels
 from engine.offline import Completion, LocalTarget, OfflineEngine
 from engine.request import EngineRequest, SamplingParams
-from engine.saves.spec import ALL_ROWS, LAST_ROW, RowSelection, SaveSpec
+from engine.saves.selection import ALL_ROWS, LAST_ROW, RowSelection
+from engine.saves.spec import SaveSpec
 from tests.products import packed_linears
 from tests.unit.small_engine import PROMPT, Recorder, save_tiny_llama, small_config
 
@@ -74,17 +75,17 @@ class Run:
 
 def run(folder: Path, target: Path, *, trim: bool, kernels: str, packed: str = "off") -> Run:
     trimmed = False
-    execute = ModelRunner.execute
+    compute = ModelRunner.run
 
-    def watched(runner: ModelRunner, batch: Batch) -> StepResult:
+    def watched(runner: ModelRunner, step: StepInput, sampled_before: torch.Tensor | None = None) -> StepOutput:
         nonlocal trimmed
-        trimmed |= batch.final_rows is not None
-        return execute(runner, batch)
+        trimmed |= step.final_rows is not None
+        return compute(runner, step, sampled_before)
 
     target.mkdir()
     config = small_config(folder, trim_last_layer=trim, native_kernels=kernels, packed_weights=packed, max_batch_tokens=16, threads=2)
     with pytest.MonkeyPatch.context() as patch, OfflineEngine(config) as engine:
-        patch.setattr(ModelRunner, "execute", watched)
+        patch.setattr(ModelRunner, "run", watched)
         completions = engine.generate(requests(target))
         info = engine.engine.info
     files = {path.name: load_file(path) for path in sorted(target.iterdir())}

@@ -18,12 +18,11 @@ from benchmarks.gpu.parity import Parity, check, compare
 from benchmarks.gpu.rates import Rates, measure, tiny_sizes
 from benchmarks.gpu.report import Card, Report
 from engine import build
-from engine.attention.facade import GraphBackend, GroupPlan, SequencePlan
+from engine.attention.facade import GroupStep, StepRows
 from engine.attention.sdpa import SdpaBackend, SdpaContext
 from engine.attention.select import Selection
 from engine.attention.varlen import VarlenBackend
-from engine.execution.graphs import DecodeGraphs
-from engine.models.base import AttentionOptions, Model
+from engine.models.base import AttentionOptions
 from engine.models.linear import DenseLinear
 from tests.unit.decode_bench import FakeRecorder, make_backend
 from tests.unit.paged_kernels import FakeVarlen
@@ -56,6 +55,7 @@ def test_every_part_runs_on_a_processor_where_little_is_installed(tmp_path: Path
     assert [rate["batch"] for rate in rates["decode"]] == [1, 3]
     assert all(rate["eager"] > 0 and rate["eager_with_files"] > 0 for rate in rates["decode"])
     assert "sdpa: equal, 40 batches" in done.stdout
+    assert "Graphs: attention sdpa on cpu has none" in done.stdout
     assert list(tmp_path.iterdir()) == [tmp_path / "report.json"], "files were left"
 
 
@@ -75,8 +75,8 @@ class _SpoiltBackend(SdpaBackend):
         super().__init__(CPU)
         self.fault = fault
 
-    def plan(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> _Spoilt:
-        context = _Spoilt(self, sequences, groups)
+    def plan(self, rows: StepRows, groups: Sequence[GroupStep]) -> _Spoilt:
+        context = _Spoilt(self, rows, groups)
         context.fault = self.fault
         return context
 
@@ -84,7 +84,7 @@ class _SpoiltBackend(SdpaBackend):
 class _BlindBackend(SdpaBackend):
     """Takes every sequence to reach one block further than it does."""
 
-    def plan(self, sequences: Sequence[SequencePlan], groups: Sequence[GroupPlan]) -> SdpaContext:
+    def plan(self, rows: StepRows, groups: Sequence[GroupStep]) -> SdpaContext:
         raise RuntimeError("no such kernel")
 
 
@@ -108,11 +108,8 @@ def test_backends_for_pages_pass_with_kernels_that_write_into_nan() -> None:
 def with_graphs(monkeypatch: pytest.MonkeyPatch, recorder: FakeRecorder) -> Rates:
     """The tiny check with doubles of a GPU's attention and graphs."""
 
-    def graphs_for(model: Model, backend: GraphBackend, *, max_len: int, max_batch: int) -> DecodeGraphs:
-        return DecodeGraphs(model, backend, recorder, max_len=max_len, max_batch=max_batch)
-
     monkeypatch.setattr(build, "select_backend", lambda *arguments: Selection(make_backend("varlen"), 256, "a double"))
-    monkeypatch.setattr(build, "graphs_for", graphs_for)
+    monkeypatch.setattr(build, "recorder_for", lambda device: recorder)
     with tempfile.TemporaryDirectory() as folder:
         return measure(random_model(TINY, CPU), TINY, tiny_sizes(), Path(folder), print)
 
@@ -128,11 +125,14 @@ def test_rows_of_replayed_steps_are_compared_with_those_of_plain_ones(monkeypatc
     report = Report(Card.of(CPU, Path("x")), "m", [Parity("a", 1)], {}, rates)
     assert report.ok
     assert any(line.startswith("graphs: equal, 3 batches") for line in report.lines())
+    assert any(line.startswith("Graphs: 18 recorded in ") for line in report.lines())
 
 
 def test_graphs_that_can_not_be_recorded_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = with_graphs(monkeypatch, FakeRecorder(error=RuntimeError("not here")))
-    assert not Report(Card.of(CPU, Path("x")), "m", [Parity("a", 1)], {}, rates).ok
+    report = Report(Card.of(CPU, Path("x")), "m", [Parity("a", 1)], {}, rates)
+    assert not report.ok
+    assert "Graphs: recording failed: RuntimeError: not here" in report.lines()
 
 
 def test_rows_that_differ_fail_the_comparison_until_another_token_was_chosen() -> None:

@@ -7,7 +7,8 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.layers import LayerId
 from engine.request import EngineRequest, SamplingParams
-from engine.saves.spec import RowSelection, SaveSpec
+from engine.saves.selection import RowSelection
+from engine.saves.spec import SaveSpec
 from engine.scheduling.limits import num_fed, saved_rows
 from tests.unit.core_fakes import MAX_MODEL_LEN, Bench, Target
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.saves.spec import RowSelection
+from engine.saves.selection import RowSelection
 from tests.unit.core_fakes import Bench, next_token
 
 PROMPT = [0, 1, 2, 3, 4, 0, 2, 4, 1, 3, 0, 0]

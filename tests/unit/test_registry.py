@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from engine.config import Durability
 from engine.errors import ConfigError
-from engine.saves.spec import Durability
 from service.database import DATABASE, MIGRATIONS
 from service.exceptions import NotFound, ServiceError, Unavailable
 from service.records import ENDED, IdempotencyKeyTaken, SaveRecord, SaveStatus

@@ -26,7 +26,7 @@ def test_a_step_waits_for_no_copy_of_the_steps_before_it() -> None:
     assert not bench.jobs["a"].chunks, "rows that haven't landed were given to the writer"
     runner.stream.advance()
     bench.step()
-    assert [(chunk.position, chunk.count) for chunk in bench.jobs["a"].chunks] == [(0, 2)]
+    assert [list(chunk.ranges) for chunk in bench.jobs["a"].chunks] == [[(0, 2)]]
     assert runner.stream.num_waits == 0
     bench.run()
     bench.check_results()

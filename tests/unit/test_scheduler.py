@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 
-from engine.saves.spec import RowSelection
+from engine.saves.selection import RowSelection
+from engine.scheduling.sequence import TokenSequence
 from tests.unit.core_fakes import Bench
+from tests.unit.staged_runner import StagedRunner
 
 LONG = [0, 1, 2, 3, 4, 0, 2] * 5
 """35 tokens."""
@@ -48,11 +52,13 @@ def test_decodes_that_do_not_fit_a_step_take_turns() -> None:
         bench.add(f"decode{i}", [i % 5], max_tokens=30, salt="x" * i)
     while bench.waiting:
         bench.step()
-    for _ in range(15):
+    before = len(bench.runner.steps)
+    for _ in range(28):
         bench.step()
     for i in range(7):
-        turns = sorted(bench.steps_of(f"decode{i}"))[1:]
-        assert max(later - earlier for earlier, later in pairwise(turns)) <= 3, "seven decodes in three places"
+        turns = [step for step in bench.steps_of(f"decode{i}") if step >= before]
+        assert len(turns) == 12, "seven decodes in three places"
+        assert max(later - earlier for earlier, later in pairwise(turns)) <= 3
 
 
 @pytest.mark.parametrize("budget", [2, 3, 8])
@@ -71,19 +77,28 @@ def tokens_per_step(bench: Bench) -> list[int]:
     return [sum(end - start for _, start, end in step) for step in bench.runner.steps]
 
 
-def test_a_step_with_a_single_token_in_it_is_smaller_than_one_of_prompts_alone() -> None:
-    bench = Bench(budget=16, mixed=4)
+def paced(prompt_tokens: int, **settings: int) -> Bench:
+    """Steps beside text are to take a second, in which so many tokens of prompts were computed; how long they take here plays no part."""
+    bench = Bench(inter_token_seconds=1.0, **settings)  # type: ignore[arg-type]  # all numbers
+    bench.scheduler.pace.observe(prompt_tokens, 1.0, beside_text=True)
+    bench.scheduler.observe = lambda chunks, seconds: None  # type: ignore[method-assign]
+    return bench
+
+
+def test_a_step_with_a_single_token_in_it_is_as_large_as_its_time_allows_and_one_of_prompts_alone_is_whole() -> None:
+    bench = paced(4, budget=16)
     bench.add("decode", [0, 1, 2], max_tokens=6)
     bench.step()
     bench.add("prompt", LONG, salt="x")
     bench.run()
-    assert tokens_per_step(bench) == [3] + [4] * 5 + [16, 4]
-    assert list(bench.steps_of("prompt").values()) == [3] * 5 + [16, 4]
+    assert tokens_per_step(bench) == [3] + [1 + 4] * 5 + [15]
+    assert list(bench.steps_of("prompt").values()) == [4] * 5 + [15]
     bench.check_results()
 
 
-def test_a_bound_on_mixed_steps_above_the_budget_changes_nothing() -> None:
-    bench = Bench(budget=8, mixed=100)
+def test_without_a_limit_of_time_a_step_beside_text_is_whole() -> None:
+    bench = Bench(budget=8)
+    bench.scheduler.pace.observe(4, 100.0, beside_text=True)
     bench.add("decode", [0, 1, 2], max_tokens=6)
     bench.step()
     bench.add("prompt", LONG, salt="x")
@@ -92,33 +107,177 @@ def test_a_bound_on_mixed_steps_above_the_budget_changes_nothing() -> None:
     bench.check_results()
 
 
-@pytest.mark.parametrize("num_decodes", [5, 8, 20])
-def test_prompts_and_decodes_both_go_on_where_a_mixed_step_does_not_hold_all_decodes(num_decodes: int) -> None:
-    bench = Bench(budget=64, mixed=8, max_running=40, full_blocks=800, sliding_blocks=800)
-    for i in range(num_decodes):
-        bench.add(f"decode{i}", [i % 5], max_tokens=39, salt="x" * i)
+def test_steps_beside_text_follow_what_the_last_ones_took() -> None:
+    bench = paced(4, budget=32)
+    bench.add("decode", [0, 1, 2], max_tokens=6)
     bench.step()
-    bench.add("prompt", [*LONG, 1], max_tokens=1)
-    before = len(bench.runner.steps)
-    for _ in range(20):
-        bench.step()
-    last = max(bench.steps_of("prompt"))
-    assert all(bench.steps_of("prompt")[step] >= 2 for step in range(before, last + 1)), "a quarter is the prompt's"
-    assert len(bench.tokens("prompt")) == 1
-    assert max(tokens_per_step(bench)[1:]) == 8
-    for i in range(num_decodes):
-        turns = sorted(bench.steps_of(f"decode{i}"))[1:]
-        assert max(later - earlier for earlier, later in pairwise(turns)) <= -(-num_decodes // 6), "six places for decodes"
+    bench.add("prompt", LONG, salt="x")
+    bench.step()
+    bench.scheduler.pace.observe(4, 0.25, beside_text=True)
+    bench.step()
+    bench.scheduler.pace.observe(10, 2.5, beside_text=True)
+    bench.step()
+    assert list(bench.steps_of("prompt").values()) == [4, 10, 4]
     bench.run()
     bench.check_results()
 
 
-def test_prompts_share_what_decodes_leave_in_order_of_arrival() -> None:
+@pytest.mark.parametrize("num_decodes", [5, 8, 20])
+def test_every_text_goes_on_in_every_step_and_prompts_get_a_block_however_long_that_takes(num_decodes: int) -> None:
+    bench = paced(4, budget=64, max_running=40, full_blocks=800, sliding_blocks=800)
+    for i in range(num_decodes):
+        bench.add(f"decode{i}", [i % 5], max_tokens=39, salt="x" * i)
+    bench.step()
+    bench.scheduler.pace.observe(2, 1000.0, beside_text=True)
+    bench.add("prompt", [*LONG, 1], max_tokens=1)
+    before = len(bench.runner.steps)
+    for _ in range(18):
+        bench.step()
+    assert [bench.steps_of("prompt")[step] for step in range(before, before + 18)] == [2] * 18
+    assert len(bench.tokens("prompt")) == 1
+    for i in range(num_decodes):
+        assert sorted(bench.steps_of(f"decode{i}")) == list(range(before + 18))
+    bench.run()
+    bench.check_results()
+
+
+def test_prompts_that_begin_beside_text_share_the_time_that_it_leaves() -> None:
+    bench = paced(8, budget=32, full_blocks=200, sliding_blocks=200)
+    bench.add("decode", [0, 1, 2], max_tokens=20)
+    bench.step()
+    bench.add("first", LONG, salt="x")
+    bench.add("second", LONG, salt="y")
+    bench.step()
+    bench.step()
+    assert list(bench.steps_of("first").values()) == list(bench.steps_of("second").values()) == [4, 4]
+
+
+@dataclass
+class Clock:
+    """Stands still but while the device computes: three seconds per step."""
+
+    now: float = 100.0
+
+
+def watch_the_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> tuple[Clock, list[tuple[list[tuple[int, int]], float]]]:
+    """What the scheduler is told of every step: first positions and ends of its chunks, and seconds."""
+    clock, told = Clock(), list[tuple[list[tuple[int, int]], float]]()
+    run = bench.runner.run
+
+    def three_seconds(*arguments: object) -> object:
+        clock.now += 3
+        return run(*arguments)  # type: ignore[arg-type]  # handed on
+
+    monkeypatch.setattr(bench.runner, "run", three_seconds)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    bench.scheduler.observe = lambda chunks, seconds: told.append(  # type: ignore[method-assign]
+        ([(chunk.start, chunk.end) for chunk in chunks], seconds)
+    )
+    return clock, told
+
+
+def test_the_scheduler_is_told_how_long_every_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(budget=20)
+    _, told = watch_the_clock(monkeypatch, bench)
+    bench.add("a", LONG, max_tokens=2)
+    bench.run()
+    assert told == [([(0, 20)], 3.0), ([(20, 35)], 3.0), ([(35, 36)], 3.0)]
+
+
+def test_no_time_is_counted_twice_where_steps_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(budget=20, overlap=True, runner=StagedRunner)
+    clock, told = watch_the_clock(monkeypatch, bench)
+    started = clock.now
+    bench.add("a", LONG, max_tokens=6)
+    bench.run()
+    assert len(told) == len(bench.runner.steps) == 7
+    assert sum(seconds for _, seconds in told) == clock.now - started
+    assert all(seconds == 3.0 for _, seconds in told[1:-1])
+
+
+def test_prompts_of_one_priority_share_what_decodes_leave_evenly_or_get_all_that_they_need() -> None:
     bench = Bench(budget=10)
     bench.add("first", LONG[:14], salt="a")
     bench.add("second", LONG[:9], salt="b")
     bench.run()
-    assert bench.runner.steps == [[("first", 0, 10)], [("first", 10, 14), ("second", 0, 6)], [("second", 6, 9)]]
+    assert bench.runner.steps == [
+        [("first", 0, 5), ("second", 0, 5)],
+        [("first", 5, 11), ("second", 5, 9)],
+        [("first", 11, 14)],
+    ]
+
+
+def wide(budget: int = 8, **settings: int) -> Bench:
+    """With room for everybody."""
+    return Bench(budget=budget, full_blocks=400, sliding_blocks=400, **settings)  # type: ignore[arg-type]  # all numbers
+
+
+def test_a_request_of_better_priority_starts_at_once_beside_a_long_prompt() -> None:
+    bench = wide()
+    bench.add("long", LONG)
+    bench.step()
+    bench.add("urgent", LONG[1:4], max_tokens=1, priority=-100, salt="x")
+    bench.step()
+    assert len(bench.tokens("urgent")) == 1
+    assert bench.runner.steps[-1] == [("urgent", 0, 3), ("long", 8, 13)]
+    bench.run()
+    bench.check_results()
+
+
+def test_a_long_prompt_of_better_priority_has_the_steps_to_itself() -> None:
+    bench = wide()
+    bench.add("long", LONG)
+    bench.step()
+    bench.add("urgent", LONG[1:20], priority=-100, salt="x")
+    bench.run()
+    assert bench.runner.steps[1:4] == [[("urgent", 0, 8)], [("urgent", 8, 16)], [("urgent", 16, 19), ("long", 8, 13)]]
+    bench.check_results()
+
+
+def test_a_short_prompt_beside_a_long_one_starts_within_two_steps() -> None:
+    bench = wide()
+    bench.add("long", LONG)
+    bench.step()
+    bench.add("short", LONG[1:4], max_tokens=1, salt="x")
+    for _ in range(2):
+        bench.step()
+    assert len(bench.tokens("short")) == 1
+    assert bench.steps_of("long")[2] > 0
+    bench.run()
+    bench.check_results()
+
+
+def test_two_long_prompts_share_steps_evenly_though_one_came_later() -> None:
+    bench = wide()
+    bench.add("first", LONG, salt="x")
+    bench.step()
+    bench.add("second", LONG, salt="y")
+    for _ in range(6):
+        bench.step()
+    assert list(bench.steps_of("first").values()) == [8] + [4] * 6
+    assert list(bench.steps_of("second").values()) == [4] * 6
+    bench.run()
+    bench.check_results()
+
+
+@pytest.mark.parametrize("num_prompts", [5, 6, 9])
+def test_five_and_more_prompts_take_turns_in_fours(num_prompts: int) -> None:
+    bench = wide()
+    names = [f"r{i}" for i in range(num_prompts)]
+    for name in names:
+        bench.add(name, LONG[:34], salt=name)
+    for _ in range(num_prompts * 3):
+        bench.step()
+    most = -(-num_prompts // 4)
+    for name in names:
+        turns = sorted(bench.steps_of(name))
+        assert turns[0] < most, "each starts within so many steps"
+        assert max(later - earlier for earlier, later in pairwise(turns)) <= most
+        assert set(bench.steps_of(name).values()) == {2}
+    done = [sum(bench.steps_of(name).values()) for name in names]
+    assert max(done) - min(done) <= 2
+    bench.run()
+    bench.check_results()
 
 
 def test_a_lower_priority_number_runs_first_and_equals_in_order_of_arrival() -> None:
@@ -146,6 +305,16 @@ def test_rows_captured_in_a_step_are_bounded_and_what_is_left_follows_in_the_nex
     assert bench.runner.max_captured == 5 - 5 % 2
     assert max(bench.steps_of("two layers").values()) == 2
     assert max(bench.steps_of("three layers").values()) == 1
+    bench.check_results()
+
+
+def test_a_chunk_of_two_rows_takes_only_the_pages_that_it_needs() -> None:
+    bench = Bench(max_rows=8, page_size=4)
+    bench.add("four layers", LONG, layers=(0, 1, 2, 3))
+    bench.step()
+    assert bench.steps_of("four layers") == {0: 2}
+    assert bench.store.pool.stats().referenced == 4
+    bench.run()
     bench.check_results()
 
 
@@ -257,6 +426,22 @@ def test_a_request_starved_of_pages_yields_its_kv_to_a_waiting_plain_one() -> No
     bench.check_results()
 
 
+def test_a_step_that_only_preempted_says_that_it_did_something() -> None:
+    """Else the engine would wait for pages before it looks again."""
+    bench = Bench(full_blocks=20, pages=4)
+    bench.add("starved", LONG[:12], layers=(1, 2))
+    assert bench.step()
+    assert not bench.step()
+    bench.add("plain", [*LONG, 1, 1, 1], max_tokens=2, salt="x")
+    before = len(bench.runner.steps)
+    assert bench.step()
+    assert (bench.scheduler.num_preemptions, len(bench.runner.steps)) == (1, before)
+    assert bench.step()
+    assert bench.tokens("plain")
+    bench.run()
+    bench.check_results()
+
+
 def test_a_request_starved_of_pages_keeps_its_kv_while_nobody_needs_it() -> None:
     bench = Bench(full_blocks=20, pages=4)
     bench.add("starved", LONG[:12], layers=(1, 2))
@@ -300,4 +485,169 @@ def test_a_prompt_is_admitted_only_where_the_running_prompts_still_get_their_blo
     assert bench.running == ["first"]
     bench.run()
     assert bench.scheduler.num_preemptions == 0
+    bench.check_results()
+
+
+def test_a_long_prompt_goes_on_where_a_window_holds_less_than_a_step() -> None:
+    bench = Bench(budget=32, sliding_blocks=5)  # a window of 5 in blocks of 2 takes so many at a time
+    bench.add("long", LONG, max_tokens=3)
+    bench.run()
+    bench.check_results()
+    assert bench.scheduler.num_preemptions == 0
+    assert max(bench.steps_of("long").values()) == 10, "what the blocks hold"
+
+
+def test_long_requests_run_side_by_side_in_windows_and_the_room_of_one_chunk() -> None:
+    window, chunk = 5, 16 // 2
+    bench = Bench(budget=16, full_blocks=3 * 20, sliding_blocks=3 * window + chunk, prefix_cache=False)
+    for name in "abc":
+        bench.add(name, LONG, max_tokens=4, salt=name)
+    bench.run()
+    bench.check_results()
+    assert bench.scheduler.num_preemptions == 0
+    assert tokens_per_step(bench)[:6] == [16] * 6
+
+
+def test_blocks_that_a_prompts_last_chunk_no_longer_needs_come_back_before_anybody_is_preempted() -> None:
+    bench = Bench(budget=16, sliding_size=1, sliding_blocks=20, prefix_cache=False)
+    for name in "abc":
+        bench.add(name, [0, 1], max_tokens=6, salt=name)
+    bench.step()
+    bench.add("long", LONG, salt="d")
+    bench.run()
+    bench.check_results()
+    assert bench.steps_of("long")[1] == 11, "all that the others had left, which they need in the next step"
+    assert bench.scheduler.num_preemptions == 0
+
+
+LAST_EIGHT = RowSelection(((-8, None),))
+"""Of a text that grows: six pages of two rows are promised for it."""
+
+
+def add_ring(bench: Bench, name: str, priority: int = 0) -> None:
+    bench.add(name, [0], max_tokens=20, layers=(1,), output=True, rows=LAST_EIGHT, priority=priority, salt=name)
+
+
+def add_save(bench: Bench, number: int, priority: int = 0) -> None:
+    """A prompt that takes three pages until they are written."""
+    bench.add(f"save{number}", LONG[:6], layers=(1,), priority=priority, salt=f"{number}")
+
+
+def write_late(bench: Bench, number: int) -> None:
+    """The disk writes the save before this one, so that there are always some pages that it holds."""
+    bench.jobs[f"save{number - 1}"].write_all()
+    bench.take_pages_back()
+
+
+def test_a_stream_of_later_saves_does_not_starve_a_request_that_lacks_pages_for_its_ring() -> None:
+    bench = Bench(pages=8, prefix_cache=False)
+    add_save(bench, 0)
+    bench.step()
+    add_ring(bench, "ring")
+    number = 0
+    while "ring" not in bench.running:
+        number += 1
+        assert number <= 3, "the ring is starved"
+        add_save(bench, number)
+        bench.step()
+        write_late(bench, number)
+    bench.run()
+    bench.check_results()
+
+
+def test_a_save_of_better_priority_goes_before_a_request_that_lacks_pages() -> None:
+    bench = Bench(pages=8, prefix_cache=False)
+    add_save(bench, 0)
+    bench.step()
+    add_ring(bench, "ring")
+    add_save(bench, 1)
+    add_save(bench, 2, priority=-1)
+    bench.step()
+    assert bench.steps_of("save2")
+    assert not bench.steps_of("save1")
+    assert bench.waiting == ["ring", "save1"]
+    bench.run()
+    bench.check_results()
+
+
+def test_who_needs_no_pages_does_not_wait_for_those_who_lack_them() -> None:
+    bench = Bench(pages=8, prefix_cache=False)
+    add_save(bench, 0)
+    bench.step()
+    add_ring(bench, "ring")
+    bench.add("plain", LONG[:5], max_tokens=1)
+    bench.step()
+    assert (bench.tokens("plain"), bench.waiting) != ([], [])
+    assert bench.waiting == ["ring"]
+    bench.run()
+    bench.check_results()
+
+
+def preempted_ring(pages: int) -> Bench:
+    """A ring of five pages, all of which it holds, has just been preempted."""
+    bench = Bench(full_blocks=20, pages=pages, prefix_cache=False)
+    bench.add("old", LONG[:22], max_tokens=15)
+    bench.add("ring", [0], max_tokens=10, layers=(1,), output=True, rows=RowSelection(((-10, None),)), priority=1)
+    while not bench.scheduler.num_preemptions:
+        assert bench.step()
+    assert bench.waiting == ["ring"]
+    assert bench.store.pool.stats().referenced == 5
+    return bench
+
+
+def test_a_preempted_request_that_holds_its_whole_ring_starts_again_although_no_page_is_free() -> None:
+    bench = preempted_ring(pages=5)
+    assert bench.store.pool.num_available == 0
+    bench.run()
+    bench.check_results()
+
+
+def test_a_preempted_request_that_holds_promised_pages_goes_on_while_one_of_better_priority_lacks_them() -> None:
+    bench = preempted_ring(pages=8)
+    add_ring(bench, "urgent")
+    while "old" in bench.running:
+        bench.step()
+        assert bench.waiting == ["urgent", "ring"] or "old" not in bench.running
+    while "ring" in bench.waiting:
+        assert bench.step()
+    assert bench.waiting == ["urgent"]
+    bench.run()
+    bench.check_results()
+
+
+def test_a_blocked_request_does_not_search_for_its_prefix_again_while_nothing_comes_free() -> None:
+    bench = Bench(full_blocks=24)
+    searches = []
+    find = bench.prefixes.find
+
+    def counting(sequence: TokenSequence) -> int:
+        searches.append(sequence.request.request_id)
+        return find(sequence)
+
+    bench.prefixes.find = counting  # type: ignore[method-assign]
+    bench.add("first", LONG[:20], max_tokens=15)
+    bench.step()
+    bench.add("second", LONG[1:], max_tokens=1, salt="x")
+    for _ in range(10):
+        bench.step()
+    assert bench.waiting == ["second"]
+    assert searches == ["first", "second"]
+    bench.run()
+    assert searches == ["first", "second", "second"]
+    bench.check_results()
+
+
+def test_a_blocked_request_searches_again_when_something_has_come_free() -> None:
+    bench = Bench(full_blocks=30, prefix_cache=False)
+    bench.add("first", LONG[:20], max_tokens=15, salt="a")
+    bench.add("short", LONG[:12], max_tokens=4, salt="b")
+    bench.step()
+    bench.add("second", LONG[1:29], max_tokens=3, salt="c")
+    bench.step()
+    assert bench.waiting == ["second"]
+    while "short" in bench.running:
+        bench.step()
+    bench.step()
+    assert bench.running == ["first", "second"]
+    bench.run()
     bench.check_results()

@@ -49,12 +49,15 @@ def test_defaults_are_those_of_the_contract() -> None:
         "trim_last_layer": True,
         "max_model_len": None,
         "block_size": None,
+        "state_page_size": 32,
         "kv_cache_tokens": None,
         "kv_cache_memory": None,
         "state_cache_memory": None,
         "prefault_caches": False,
         "prefix_cache": True,
         "max_batch_tokens": None,
+        "prompt_logprobs_memory": 256 * 2**20,
+        "inter_token_ms": None,
         "max_running": 256,
         "max_queued": 1024,
         "durability": "file",
@@ -120,6 +123,10 @@ def test_an_empty_environment_variable_is_no_setting(monkeypatch: pytest.MonkeyP
         ("client_path_map", ["/a"], "--client-path-map: '/a' is not FROM=TO with two absolute paths, got ['/a']"),
         ("tensor_parallel", "2", "--tensor-parallel: 2 devices are not supported, only 1, got '2'"),
         ("pipeline_parallel", "4", "--pipeline-parallel: 4 devices are not supported, only 1, got '4'"),
+        ("state_page_size", "0", "--state-page-size: input should be greater than or equal to 1, got '0'"),
+        ("state_page_size", "4097", "--state-page-size: input should be less than or equal to 4096, got '4097'"),
+        ("inter_token_ms", "-1", "--inter-token-ms: input should be greater than or equal to 0, got '-1'"),
+        ("inter_token_ms", "inf", "--inter-token-ms: input should be a finite number, got 'inf'"),
         ("max_running", "0", "--max-running: input should be greater than or equal to 1, got '0'"),
     ],
 )
@@ -161,6 +168,14 @@ def test_the_engine_gets_what_was_set() -> None:
     config = engine_config(load_settings(flags), Path("/model"), 0o027)
     assert (config.model, config.kv_cache_memory, config.state_cache_memory) == ("/model", 512 * 2**20, None)
     assert (config.block_size, config.prefix_cache, config.checksum, config.umask) == (22, False, "sha256", 0o027)
+
+
+def test_the_engine_gets_how_large_pages_are_and_how_long_text_may_wait() -> None:
+    config = engine_config(load_settings({"state_page_size": "4096", "inter_token_ms": "0"}), Path("/model"), 0o022)
+    assert (config.state_page_size, config.inter_token_ms) == (4096, 0)
+    config = engine_config(load_settings({"inter_token_ms": "auto"}), Path("/model"), 0o022)
+    assert (config.state_page_size, config.inter_token_ms) == (32, None)
+    assert engine_config(load_settings({"inter_token_ms": "12.5"}), Path("/model"), 0o022).inter_token_ms == 12.5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,228 @@
+"""One step's input as plain arrays: the same chunks give positions, slots, tables, sampled rows and captured rows.
+
+There is no live object in it, so that another process can run the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.attention.facade import GroupInput, StepRows
+from engine.attention.index import plan_group
+from engine.cache.kv import KVCache
+from engine.cache.pool import IntArray
+from engine.layers import LayerId
+from engine.scheduling.plan import Chunk
+
+
+@dataclass(frozen=True)
+class CaptureInput:
+    """Rows that are wanted of one layer, and where they go."""
+
+    rows: IntArray  # [n], ascending
+    slots: IntArray  # [n], row numbers in the store of hidden-state pages
+
+
+@dataclass(frozen=True)
+class ScoreInput:
+    """Rows of one prompt whose next tokens are scored: row `first_row + i` scores token `targets[i]`."""
+
+    first_row: int
+    targets: IntArray  # [n]
+    num_top: int
+    """How many of the likeliest tokens are reported beside each."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """Sequences ordered by the layers they need, most first."""
+
+    token_ids: IntArray  # [rows]
+    unknown_rows: IntArray  # [n], rows whose token is one that the step before gives
+    unknown_from: IntArray  # [n], which of its sampled rows gives it
+    positions: IntArray  # [rows]
+    sequences: StepRows
+    groups: Mapping[int, GroupInput]
+    """By the number of the KV group: those that some row reaches."""
+    rows_at_layer: Sequence[int]
+    """How many leading rows run through each decoder layer."""
+    captures: Mapping[LayerId, CaptureInput]
+    """Of the last layer and of "norm": rows of what leaves the last layer."""
+    sampled_rows: IntArray  # [n], rows of what leaves the last layer whose logits give the next tokens
+    scores: Sequence[ScoreInput]
+    """Of rows of what leaves the last layer."""
+    final_rows: IntArray | None  # [n], ascending
+    """The rows that leave the last layer; None: all that reach it."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def all_single(self) -> bool:
+        """Whether every sequence has one row, which runs through all layers and leaves the last one."""
+        return len(self.sequences.starts) == self.num_tokens == self.rows_at_layer[-1] and self.final_rows is None
+
+
+def in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The order in which chunks stand in a step: those that need the most layers first, so that narrowing is a slice."""
+    return sorted(chunks, key=lambda chunk: -chunk.depth)
+
+
+def build_step(
+    chunks: Sequence[Chunk], kv: KVCache, num_layers: int, sampled_before: Sequence[Chunk] = (), *, trim: bool = True
+) -> StepInput:
+    """Packs chunks that are `in_order`. With `trim`, rows that nobody wants end with the keys and values of the last layer.
+
+    `sampled_before`: the sampled chunks of the step that is in flight, whose tokens aren't known yet.
+    """
+    rows = StepRows(np.array([c.start for c in chunks], np.int64), np.array([c.count for c in chunks], np.int64))
+    firsts = rows.first_rows
+    rows_at_layer = _rows_at_layer(chunks, firsts, num_layers)
+    captures = _captures(chunks, firsts)
+    sampled = np.array([firsts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.samples], np.int64)
+    scores = [score for i, chunk in enumerate(chunks) if (score := _score(chunk, int(firsts[i])))]
+    final = _final_rows(captures, num_layers, sampled, scores, rows_at_layer[-1]) if trim else None
+    unknown = [i for i, chunk in enumerate(chunks) if chunk.end > len(chunk.sequence.token_ids)]
+    places = {chunk.sequence: place for place, chunk in enumerate(sampled_before)} if unknown else {}
+    return StepInput(
+        token_ids=_token_ids(chunks),
+        unknown_rows=firsts[1:][unknown] - 1,
+        unknown_from=np.array([places[chunks[i].sequence] for i in unknown], np.int64),
+        positions=rows.positions,
+        sequences=rows,
+        groups=_groups(chunks, rows, kv, rows_at_layer),
+        rows_at_layer=rows_at_layer,
+        captures={layer: _moved(wanted, final) if _is_final(layer, num_layers) else wanted for layer, wanted in captures.items()},
+        sampled_rows=_places(sampled, final),
+        scores=[ScoreInput(int(_places(np.array([s.first_row]), final)[0]), s.targets, s.num_top) for s in scores],
+        final_rows=final,
+    )
+
+
+def _token_ids(chunks: Sequence[Chunk]) -> IntArray:
+    """`[rows]`; 0 for those that aren't known."""
+    token_ids: list[int] = []
+    for chunk in chunks:
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
+        if chunk.end > len(chunk.sequence.token_ids):
+            token_ids.append(0)
+    return np.array(token_ids, np.int64)
+
+
+def _groups(chunks: Sequence[Chunk], rows: StepRows, kv: KVCache, rows_at_layer: Sequence[int]) -> dict[int, GroupInput]:
+    return {
+        number: plan_group(rows, [chunk.sequence.tables.blocks[number].array for chunk in chunks], group.spec.block_size)
+        for number, group in enumerate(kv.groups)
+        if rows_at_layer[group.spec.layers[0]]
+    }
+
+
+def _rows_at_layer(chunks: Sequence[Chunk], firsts: IntArray, num_layers: int) -> list[int]:
+    rows, reached = [0] * num_layers, 0
+    for number in range(len(chunks) - 1, -1, -1):  # the shallowest first
+        for layer in range(reached, chunks[number].depth):
+            rows[layer] = int(firsts[number + 1])
+        reached = max(reached, chunks[number].depth)
+    return rows
+
+
+# Captured rows
+
+
+def _captures(chunks: Sequence[Chunk], firsts: IntArray) -> dict[LayerId, CaptureInput]:
+    gathered: dict[LayerId, list[tuple[IntArray, IntArray]]] = {}
+    singles: dict[tuple[LayerId, ...], list[tuple[int, int, IntArray]]] = {}
+    page_size = 1
+    for chunk, first in zip(chunks, firsts.tolist(), strict=False):
+        capture, plan = chunk.sequence.capture, chunk.rows
+        if capture is None or plan is None or not plan.ranges:
+            continue
+        layers, page_size = capture.spec.layers, capture.page_size
+        if plan.pages is not None:
+            position = plan.ranges[0][0]
+            singles.setdefault(layers, []).append((position, first + position - chunk.start, plan.pages))
+        else:
+            positions, slots = capture.slots(plan)
+            _add_rows(gathered, layers, positions + (first - chunk.start), slots)
+    for layers, rows in singles.items():
+        _add_rows(gathered, layers, *_single_rows(rows, page_size))
+    return {layer: _joined(parts) for layer, parts in gathered.items()}
+
+
+def _single_rows(singles: Sequence[tuple[int, int, IntArray]], page_size: int) -> tuple[IntArray, IntArray]:
+    """Of chunks that capture a row each, as most do in steps of text: rows `[n]` of the step, and slots `[layers, n]` in the store.
+
+    Per chunk its position, its row and its pages `[layers]`.
+    """
+    positions, rows, pages = zip(*singles, strict=True)
+    offsets = np.array(positions, np.int64) % page_size
+    return np.array(rows, np.int64), np.array(pages).T * page_size + offsets
+
+
+def _add_rows(
+    gathered: dict[LayerId, list[tuple[IntArray, IntArray]]], layers: tuple[LayerId, ...], rows: IntArray, slots: IntArray
+) -> None:
+    for layer, of_layer in zip(layers, slots, strict=True):
+        gathered.setdefault(layer, []).append((rows, of_layer))
+
+
+def _joined(parts: Sequence[tuple[IntArray, IntArray]]) -> CaptureInput:
+    """In ascending order of the rows, as what leaves the last layer is."""
+    if len(parts) == 1:
+        rows, slots = parts[0]
+        if (rows[1:] > rows[:-1]).all():
+            return CaptureInput(rows, np.ascontiguousarray(slots))
+    rows, slots = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    order = rows.argsort()
+    return CaptureInput(rows[order], slots[order])
+
+
+# Rows that leave the last layer
+
+
+def _is_final(layer: LayerId, num_layers: int) -> bool:
+    """Whether the state is taken from what leaves the last layer."""
+    return layer in (num_layers, "norm")
+
+
+def _final_rows(
+    captures: Mapping[LayerId, CaptureInput], num_layers: int, sampled: IntArray, scores: Sequence[ScoreInput], reaching: int
+) -> IntArray | None:
+    """`reaching`: how many rows reach the last layer."""
+    wanted = np.zeros(reaching, dtype=bool)
+    for layer, capture in captures.items():
+        if _is_final(layer, num_layers):
+            wanted[capture.rows] = True
+    wanted[sampled] = True
+    for score in scores:
+        wanted[score.first_row : score.first_row + len(score.targets)] = True
+    return None if wanted.all() else np.flatnonzero(wanted)
+
+
+def _places(rows: IntArray, final: IntArray | None) -> IntArray:
+    """Rows of the step as rows of what leaves the last layer."""
+    return rows if final is None else np.searchsorted(final, rows)
+
+
+def _moved(wanted: CaptureInput, final: IntArray | None) -> CaptureInput:
+    return CaptureInput(_places(wanted.rows, final), wanted.slots)
+
+
+def scored_range(chunk: Chunk) -> tuple[int, int] | None:
+    """Positions of the chunk that score the next token of the prompt and haven't done so before; None where there are none."""
+    sequence = chunk.sequence
+    if not sequence.wants_prompt_logprobs:
+        return None
+    position = max(chunk.start, sequence.num_prompt_logprobs - 1, 0)
+    end = min(chunk.end, sequence.num_prompt_tokens - 1)
+    return (position, end) if position < end else None
+
+
+def _score(chunk: Chunk, first_row: int) -> ScoreInput | None:
+    scored, sequence = scored_range(chunk), chunk.sequence
+    if scored is None:
+        return None
+    targets = np.array(sequence.token_ids[scored[0] + 1 : scored[1] + 1], np.int64)
+    return ScoreInput(first_row + scored[0] - chunk.start, targets, sequence.request.sampling.prompt_logprobs or 0)
