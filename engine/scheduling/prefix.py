@@ -27,6 +27,17 @@ class PrefixFinder:
         self.start_at(sequence, target)
         return True
 
+    def is_computed_by(self, running: TokenSequence, waiting: TokenSequence) -> bool:
+        """Whether what `running` computes next is a block that `waiting` begins with, too, and will be able to use: then it needn't be
+        computed twice."""
+        if not self._enabled or running.tables.depth < waiting.tables.depth or not _captures_all(running, waiting):
+            return False
+        for size, chain in running.chains.items():
+            block, other = running.num_computed // size, waiting.chains[size]
+            if block >= min(chain.num_full_blocks, other.num_full_blocks) or chain.link(block) != other.link(block):
+                return False
+        return True
+
     def find(self, sequence: TokenSequence) -> int:
         """The length of the prefix that need not be computed; nothing is taken."""
         limit = sequence.prefix_limit if self._enabled else 0
@@ -57,3 +68,13 @@ class PrefixFinder:
         if sequence.started_ns is None:
             sequence.num_cached = min(length, sequence.num_prompt_tokens)
             sequence.started_ns = time.time_ns()
+
+
+def _captures_all(running: TokenSequence, waiting: TokenSequence) -> bool:
+    """Whether the pages of `running` will hold every row that `waiting` can want."""
+    if waiting.capture is None:
+        return True
+    if running.capture is None:
+        return False
+    saved = running.capture.spec
+    return saved.rows.everything and set(waiting.capture.spec.layers) <= set(saved.layers)

@@ -48,6 +48,8 @@ class Scheduler:
         self._batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_capture_rows = max_capture_rows
+        self._advancing: list[TokenSequence] = []
+        """Prompts that the last step took further, or that this one has started."""
         self._turn = 0
         """Of those that had one, counted."""
         self._in_flight = 0
@@ -184,6 +186,7 @@ class Scheduler:
     def _plan_prompts(self, plan: StepPlan, prompts: list[TokenSequence]) -> None:
         """Better priorities come first; within a priority prompts, running or waiting, share the tokens that are left evenly."""
         admission = _Admission()
+        self._advancing = [s for s in prompts if s in self._advancing]
         by_priority = merge(sorted(prompts, key=_priority_and_turn), list(self.waiting), key=_priority_and_turn)
         for _, candidates in groupby(by_priority, key=lambda s: s.request.priority):
             # What those leave who lack pages goes to the next ones.
@@ -194,6 +197,7 @@ class Scheduler:
                     if share and self._goes_on(plan):
                         self._plan_chunk(plan, sequence, share)
                 self._note_turns(plan, sharers)
+        self._advancing = [chunk.sequence for chunk in plan.chunks.values() if chunk.count > 1]
         if admission.closed and plan.starved and not plan.preempted:
             self._preempt_starved(plan)
 
@@ -220,6 +224,8 @@ class Scheduler:
         if capture is not None and (not capture.can_start() or (admission.pages_awaited and not capture.pages.in_use)):
             admission.pages_awaited = True
             return False
+        if any(self._prefixes.is_computed_by(other, sequence) for other in self._advancing):
+            return False
         if len(self.running) >= self._max_running or self._is_blocked(sequence):
             admission.closed = True
             return False
@@ -244,6 +250,7 @@ class Scheduler:
         self._prefixes.start_at(sequence, length)
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        self._advancing.append(sequence)
         return True
 
     def _is_blocked(self, sequence: TokenSequence) -> bool:

@@ -310,7 +310,7 @@ def test_an_engine_one_step_ahead_writes_the_same_files(tmp_path: Path) -> None:
     for overlap in ("off", "on"):
         folder = tmp_path / overlap
         folder.mkdir()
-        with OfflineEngine(small_config(tmp_path / "model", overlap=overlap)) as engine:
+        with OfflineEngine(small_config(tmp_path / "model", overlap=overlap, prefix_cache=False)) as engine:
             requests = [make_request(f"r{number}", folder, max_tokens=3 + number, seed=number or None) for number in range(4)]
             completions = engine.generate(requests)
             engine.engine.check_integrity()

@@ -651,3 +651,36 @@ def test_a_blocked_request_searches_again_when_something_has_come_free() -> None
     assert bench.running == ["first", "second"]
     bench.run()
     bench.check_results()
+
+
+def test_a_prompt_waits_for_the_beginning_that_another_one_computes_and_computes_the_rest_only() -> None:
+    bench = Bench(budget=16, full_blocks=400, sliding_blocks=400)
+    for i in range(4):
+        bench.add(f"r{i}", [*LONG[:16], i, i], layers=(1, 2))
+    bench.run()
+    assert bench.core.num_computed_tokens == 16 + 4 * 2
+    bench.check_results()
+
+
+def test_a_prompt_does_not_wait_for_a_beginning_that_it_could_not_use() -> None:
+    bench = Bench(budget=16, full_blocks=400, sliding_blocks=400)
+    bench.add("some layers", [*LONG[:14], 1], layers=(1,))
+    bench.add("other layers", [*LONG[:14], 2], layers=(1, 2))
+    bench.add("another salt", [*LONG[:14], 3], salt="x", layers=(1,))
+    bench.step()
+    assert bench.running == ["some layers", "other layers", "another salt"]
+    bench.run()
+    bench.check_results()
+
+
+def test_a_prompt_waits_for_nobody_who_lacks_pages() -> None:
+    bench = Bench(pages=2, budget=16)
+    bench.add("starved", LONG[:12], layers=(1,))
+    for _ in range(3):
+        bench.step()
+    bench.add("plain", LONG[:13], max_tokens=2)
+    for _ in range(3):
+        bench.step()
+    assert len(bench.tokens("plain")) == 2, "the disk has written nothing yet"
+    bench.run()
+    bench.check_results()

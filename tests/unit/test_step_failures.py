@@ -285,7 +285,7 @@ class Runner(FakeRunner):
         return super().compute(step, chunks, sampled_before)
 bench = Bench(runner=Runner)
 for i in range(4):
-    bench.add(str(i), [1, 2, 3], max_tokens=1)
+    bench.add(str(i), [1, 2, 3], max_tokens=1, salt=str(i))
 bench.run()
 bench.check_results()
 assert len(left) == 3
