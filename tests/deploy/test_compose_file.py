@@ -18,7 +18,7 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = [service for name, service in SERVICES.items() if name in ("strata", "strata-gpu")]
 EXAMPLE = dict(line.split("=", 1) for line in (DEPLOY / ".env.example").read_text().splitlines() if re.match(r"\w+=", line))
 FIXED_IN_THE_IMAGE = {"host", "port", "state_dir"}
-BY_ANOTHER_NAME = {"save_root": "STRATA_SAVES", "threads": "STRATA_CPUS"}
+BY_ANOTHER_NAME = {"save_root": "STRATA_SAVES"}
 
 
 def defaults() -> dict[str, set[str]]:
@@ -44,7 +44,7 @@ def test_no_variable_is_read_without_a_default() -> None:
 def test_the_example_tells_every_variable_with_its_default() -> None:
     passed_on = {name for service in OURS for name, value in service["environment"].items() if value is None}
     assert {name: {value} for name, value in EXAMPLE.items() if name not in passed_on} == {
-        # Without a number there is no bound for the CPUs, and the service counts its threads itself.
+        # Without a number there is no bound for the CPUs; threads follow from the bound.
         name: {""} if name == "STRATA_CPUS" else values
         for name, values in defaults().items()
     }

@@ -684,3 +684,39 @@ def test_a_prompt_waits_for_nobody_who_lacks_pages() -> None:
     assert len(bench.tokens("plain")) == 2, "the disk has written nothing yet"
     bench.run()
     bench.check_results()
+
+
+def test_a_quarter_of_a_step_is_left_to_prompts_and_no_more() -> None:
+    bench = Bench(budget=12, max_running=40, full_blocks=800, sliding_blocks=800)
+    for i in range(12):
+        bench.add(f"decode{i}", [i % 5], max_tokens=30, salt="x" * i)
+    while len(bench.running) < 12 or bench.waiting:
+        bench.step()
+    bench.add("prompt", LONG)
+    bench.step()
+    assert bench.steps_of("prompt")[len(bench.runner.steps) - 1] == 3
+    assert len(bench.runner.steps[-1]) == 9 + 1
+
+
+def test_steps_grow_by_a_hundred_and_twenty_eighth_and_one_token_after_memory_ran_out() -> None:
+    bench = Bench(budget=384)
+    bench.scheduler.use_fewer_tokens(300)
+    sizes = []
+    for _ in range(3):
+        sizes.append(bench.scheduler._batch_tokens)
+        bench.scheduler.use_more_tokens()
+    assert sizes == [150, 154, 158]
+
+
+def test_who_gets_no_room_in_the_staging_buffer_of_a_step_is_not_starved_of_pages() -> None:
+    bench = Bench(max_rows=2, max_running=2)
+    bench.add("first", LONG[:12], layers=(0, 1))
+    bench.add("second", LONG[1:13], layers=(0, 1), salt="x")
+    bench.step()
+    assert bench.running == ["first", "second"]
+    bench.add("plain", LONG[:3], max_tokens=2, salt="y")
+    for _ in range(4):
+        bench.step()
+    assert bench.scheduler.num_preemptions == 0
+    bench.run()
+    bench.check_results()
