@@ -3,6 +3,7 @@
 import json
 import statistics
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -11,6 +12,7 @@ from itertools import count, cycle
 
 from benchmarks.bench import Bench, Result
 from benchmarks.client import Body, ask, connect, plain_body, run_round, saving_body, streamed
+from benchmarks.metrics import increase, scrape
 from benchmarks.results import Answer
 from benchmarks.rounds import FIRST_TOKEN, in_turn
 from benchmarks.targets import Row, at_most
@@ -60,19 +62,26 @@ def run(bench: Bench) -> Result:
     load = extraction(LOAD_AT_ONCE)
     bodies: dict[str, Body | None] = {ALONE: None, BESIDE: plain_body(load), BESIDE_SAVING: saving_body(load)}
     seconds: dict[str, list[float]] = {label: [] for label in bodies}
+    rates: dict[str, list[float]] = {label: [] for label in bodies}
     first_tokens = count(FIRST_TOKEN)
     with bench.warm_service() as service:
         _plain(service, first_tokens)
         for number, label in in_turn(list(bodies), bench.options.rounds):
             with _beside(service, load, bodies[label], first_tokens, bench.width):
+                before, started = scrape(service.url), time.monotonic()
                 seconds[label].append(_plain(service, first_tokens))
-            bench.say(f"Round {number + 1} of {bench.options.rounds}, {label}: {1000 * seconds[label][-1]:.0f} ms per token")
+                elapsed, after = time.monotonic() - started, scrape(service.url)
+            rates[label].append(increase(before, after, "strata_computed_tokens_total") / elapsed)
+            figures = f"{1000 * seconds[label][-1]:.0f} ms per token, {rates[label][-1]:.0f} tokens/s computed in all"
+            bench.say(f"Round {number + 1} of {bench.options.rounds}, {label}: {figures}")
     lines = [f"  {PLAIN_AT_ONCE} plain streams of {PLAIN_TOKENS} tokens, {LOAD_AT_ONCE} clients of W1's prompts beside them"]
-    lines += [f"  {label:<32}{1000 * statistics.median(each):>8.1f} ms per token" for label, each in seconds.items()]
+    for label, each in seconds.items():
+        figures = f"{1000 * statistics.median(each):>8.1f} ms per token, {statistics.median(rates[label]):>6.0f} tokens/s computed in all"
+        lines.append(f"  {label:<32}{figures}")
     pairs = zip(seconds[BESIDE_SAVING], seconds[BESIDE], strict=True)
     slowdown = statistics.median(saving / not_saving for saving, not_saving in pairs) - 1
     rows = [Row(NAME, "plain requests' time per token, load saving / not saving, minus 1", slowdown, at_most(0.05), "percent")]
-    return Result(lines, rows, {"seconds_per_token": seconds})
+    return Result(lines, rows, {"seconds_per_token": seconds, "computed_tokens_per_second": rates})
 
 
 def _plain(service: ServiceProcess, first_tokens: Iterator[int]) -> float:
