@@ -224,7 +224,7 @@ class Scheduler:
         if capture is not None and (not capture.can_start() or (admission.pages_awaited and not capture.pages.in_use)):
             admission.pages_awaited = True
             return False
-        if any(self._prefixes.is_computed_by(other, sequence) for other in self._advancing):
+        if self._is_being_computed(sequence):
             return False
         if len(self.running) >= self._max_running or self._is_blocked(sequence):
             admission.closed = True
@@ -238,6 +238,11 @@ class Scheduler:
         if sequence.done:
             plan.ready.append(sequence)
         return not sequence.done
+
+    def _is_being_computed(self, sequence: TokenSequence) -> bool:
+        """Whether another prompt, of at least the same priority, gets on with what the sequence begins with."""
+        priority = sequence.request.priority
+        return any(s.request.priority <= priority and self._prefixes.is_computed_by(s, sequence) for s in self._advancing)
 
     def _start(self, sequence: TokenSequence) -> bool:
         length = self._prefixes.find(sequence)

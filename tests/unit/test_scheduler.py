@@ -673,6 +673,17 @@ def test_a_prompt_does_not_wait_for_a_beginning_that_it_could_not_use() -> None:
     bench.check_results()
 
 
+def test_a_prompt_waits_for_nobody_of_a_worse_priority() -> None:
+    bench = Bench(budget=8, full_blocks=400, sliding_blocks=400)
+    bench.add("worse", LONG, priority=1)
+    bench.step()
+    bench.add("better", LONG)
+    bench.step()
+    assert bench.steps_of("better")[1] > 0
+    bench.run()
+    bench.check_results()
+
+
 def test_a_prompt_waits_for_nobody_who_lacks_pages() -> None:
     bench = Bench(pages=2, budget=16)
     bench.add("starved", LONG[:12], layers=(1,))
