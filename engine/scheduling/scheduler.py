@@ -48,10 +48,10 @@ class Scheduler:
         self._batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_capture_rows = max_capture_rows
-        self._advancing: list[TokenSequence] = []
-        """Prompts that the last step took further, or that this one has started."""
         self._turn = 0
         """Of those that had one, counted."""
+        self._turn_before_step = 0
+        """Whoever had a later turn was part of the last step."""
         self._in_flight = 0
         """Chunks in flight."""
         self._stalled = False
@@ -87,6 +87,7 @@ class Scheduler:
         if self._in_flight and self._stalled:
             return plan
         self._stalled = False
+        turn = self._turn
         singles: list[TokenSequence] = []
         prompts: list[TokenSequence] = []
         for sequence in self.running:
@@ -97,6 +98,7 @@ class Scheduler:
             self._plan_singles(plan, singles, beside_prompts=bool(prompts or self._can_start()))
         if not plan.preempted and not self._stalled:
             self._plan_prompts(plan, prompts)
+        self._turn_before_step = turn
         return plan
 
     # The end of a planned chunk
@@ -185,8 +187,7 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[TokenSequence]) -> None:
         """Better priorities come first; within a priority prompts, running or waiting, share the tokens that are left evenly."""
-        admission = _Admission()
-        self._advancing = [s for s in prompts if s in self._advancing]
+        admission = _Admission([s for s in self.running if self._is_advancing(s)] if self.waiting else [])
         by_priority = merge(sorted(prompts, key=_priority_and_turn), list(self.waiting), key=_priority_and_turn)
         for _, candidates in groupby(by_priority, key=lambda s: s.request.priority):
             # What those leave who lack pages goes to the next ones.
@@ -197,7 +198,6 @@ class Scheduler:
                     if share and self._goes_on(plan):
                         self._plan_chunk(plan, sequence, share)
                 self._note_turns(plan, sharers)
-        self._advancing = [chunk.sequence for chunk in plan.chunks.values() if chunk.count > 1]
         if admission.closed and plan.starved and not plan.preempted:
             self._preempt_starved(plan)
 
@@ -224,7 +224,7 @@ class Scheduler:
         if capture is not None and (not capture.can_start() or (admission.pages_awaited and not capture.pages.in_use)):
             admission.pages_awaited = True
             return False
-        if self._is_being_computed(sequence):
+        if any(self._prefixes.is_computed_by(running, sequence) for running in admission.advancing if _goes_before(running, sequence)):
             return False
         if len(self.running) >= self._max_running or self._is_blocked(sequence):
             admission.closed = True
@@ -235,14 +235,15 @@ class Scheduler:
         if not self._start(sequence):
             admission.closed = True
             return False
+        admission.advancing.append(sequence)
         if sequence.done:
             plan.ready.append(sequence)
         return not sequence.done
 
-    def _is_being_computed(self, sequence: TokenSequence) -> bool:
-        """Whether another prompt, of at least the same priority, gets on with what the sequence begins with."""
-        priority = sequence.request.priority
-        return any(s.request.priority <= priority and self._prefixes.is_computed_by(s, sequence) for s in self._advancing)
+    def _is_advancing(self, sequence: TokenSequence) -> bool:
+        """Whether the sequence is a prompt that is in flight or that the last step took further."""
+        had_its_turn = sequence.num_in_flight > 0 or sequence.last_turn > self._turn_before_step
+        return had_its_turn and max(sequence.remaining, sequence.num_planned - sequence.num_computed) > 1
 
     def _start(self, sequence: TokenSequence) -> bool:
         length = self._prefixes.find(sequence)
@@ -255,7 +256,6 @@ class Scheduler:
         self._prefixes.start_at(sequence, length)
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        self._advancing.append(sequence)
         return True
 
     def _is_blocked(self, sequence: TokenSequence) -> bool:
@@ -346,11 +346,18 @@ class Scheduler:
 class _Admission:
     """How far a step has come with starting those that wait."""
 
+    advancing: list[TokenSequence]
+    """Prompts that the last step took further, or that this one has started."""
     pages_awaited: bool = False
     """One that lacks pages was passed over: nobody behind it begins to use pages, so what comes free is kept for it. Those that were
     preempted with pages go on, since it is they who give them back."""
     closed: bool = False
     """Blocks, or places among those that run, have run out: nobody else is started."""
+
+
+def _goes_before(running: TokenSequence, waiting: TokenSequence) -> bool:
+    """Whether a prompt may wait for one that runs: nobody waits for one of a worse priority."""
+    return running.request.priority <= waiting.request.priority
 
 
 def _turn(sequence: TokenSequence) -> tuple[int, tuple[int, int]]:

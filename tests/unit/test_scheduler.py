@@ -10,7 +10,7 @@ import pytest
 
 from engine.saves.selection import RowSelection
 from engine.scheduling.sequence import TokenSequence
-from tests.unit.core_fakes import Bench
+from tests.unit.core_fakes import Bench, FakeRunner
 from tests.unit.staged_runner import StagedRunner
 
 LONG = [0, 1, 2, 3, 4, 0, 2] * 5
@@ -653,8 +653,9 @@ def test_a_blocked_request_searches_again_when_something_has_come_free() -> None
     bench.check_results()
 
 
-def test_a_prompt_waits_for_the_beginning_that_another_one_computes_and_computes_the_rest_only() -> None:
-    bench = Bench(budget=16, full_blocks=400, sliding_blocks=400)
+@pytest.mark.parametrize(("overlap", "runner"), [(False, FakeRunner), (True, StagedRunner)])
+def test_a_prompt_waits_for_the_beginning_that_another_one_computes(overlap: bool, runner: type[FakeRunner]) -> None:
+    bench = Bench(budget=32, full_blocks=400, sliding_blocks=400, overlap=overlap, runner=runner)
     for i in range(4):
         bench.add(f"r{i}", [*LONG[:16], i, i], layers=(1, 2))
     bench.run()
