@@ -333,7 +333,7 @@ class EngineCore:
             sequence.first_token_ns = time.time_ns()
         sequence.append(token.token_id)
         try:
-            reason, stop_token_id = self._stop_reason(sequence, token.token_id)
+            reason, stop_token_id = sequence.stop_reason(token.token_id, self._parts.eos_token_ids)
         except BaseException as error:  # foreign code: whatever it is, only this request fails
             _log.exception("the stop condition of a request failed", extra={"fields": sequence.request.log_fields})
             return self._fail(sequence, StepFailed(f"the stop condition of this request failed: {type(error).__name__}"))
@@ -351,15 +351,6 @@ class EngineCore:
             times=None if reason is None else sequence.times(),
         )
         return [output]
-
-    def _stop_reason(self, sequence: TokenSequence, token_id: int) -> tuple[FinishReason | None, int | None]:
-        params, checker = sequence.request.sampling, sequence.request.stop_checker
-        completes = checker is not None and checker.completes_stop(token_id)
-        if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._parts.eos_token_ids):
-            return "stop", token_id
-        if completes:
-            return "stop", None
-        return ("length", None) if sequence.num_output_tokens >= params.max_tokens else (None, None)
 
     def _advance(self, sequence: TokenSequence) -> list[RequestOutput]:
         """Ends a sequence that has nothing left to compute; its file is the writer's from then on."""

@@ -187,7 +187,7 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[TokenSequence]) -> None:
         """Better priorities come first; within a priority prompts, running or waiting, share the tokens that are left evenly."""
-        admission = _Admission([s for s in self.running if self._is_advancing(s)] if self.waiting else [])
+        admission = _Admission([s for s in self.running if self._is_advancing(s)] if self._can_start() else [])
         by_priority = merge(sorted(prompts, key=_priority_and_turn), list(self.waiting), key=_priority_and_turn)
         for _, candidates in groupby(by_priority, key=lambda s: s.request.priority):
             # What those leave who lack pages goes to the next ones.
@@ -224,10 +224,10 @@ class Scheduler:
         if capture is not None and (not capture.can_start() or (admission.pages_awaited and not capture.pages.in_use)):
             admission.pages_awaited = True
             return False
-        if any(self._prefixes.is_computed_by(running, sequence) for running in admission.advancing if _goes_before(running, sequence)):
-            return False
         if len(self.running) >= self._max_running or self._is_blocked(sequence):
             admission.closed = True
+            return False
+        if any(self._prefixes.is_computed_by(running, sequence) for running in admission.advancing if _goes_before(running, sequence)):
             return False
         if self._prefixes.answer_from_pages(sequence):
             plan.ready.append(sequence)

@@ -55,6 +55,19 @@ class TokenSequence:
     def __post_init__(self) -> None:
         self.generating = self.request.sampling.max_tokens > 0
 
+    def stop_reason(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
+        """Why the text ends with its last token, `token_id`, and which token stopped it; None where it goes on.
+
+        Whatever the request's stop checker, foreign code, raises.
+        """
+        params, checker = self.request.sampling, self.request.stop_checker
+        completes = checker is not None and checker.completes_stop(token_id)
+        if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids):
+            return "stop", token_id
+        if completes:
+            return "stop", None
+        return ("length", None) if self.num_output_tokens >= params.max_tokens else (None, None)
+
     def append(self, token_id: int) -> None:
         """Takes over a sampled token. A step that is tried again comes here once, so each token is counted once."""
         self.token_ids.append(token_id)

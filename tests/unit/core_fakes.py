@@ -377,8 +377,8 @@ class Bench:
             runner.chunks = [Chunk(steps._probe._sequence, 0, 1, NUM_LAYERS, samples=True)]
             return can_compute()
 
-        steps.launch, steps.finish = launch_shown, finish_shown  # type: ignore[method-assign]
-        steps.withdraw, steps.can_compute = withdraw_shown, can_compute_shown  # type: ignore[method-assign]
+        steps.launch, steps.finish = launch_shown, finish_shown  # type: ignore[method-assign]  # told of, then done
+        steps.withdraw, steps.can_compute = withdraw_shown, can_compute_shown  # type: ignore[method-assign]  # the same
 
     def add(
         self,

@@ -112,7 +112,7 @@ class DecodeBench:
         self.store = StateStore(NUM_PAGES + 1, PAGE, TINY.width, TINY.dtype, poison=True)
         self.graphs = None
         if recorder is not None:
-            self.graphs = DecodeGraphs(self.model, attention, recorder, max_len=MAX_LEN, max_batch=MAX_RUNNING)  # type: ignore[arg-type]
+            self.graphs = DecodeGraphs(self.model, attention, recorder, max_len=MAX_LEN, max_batch=MAX_RUNNING)  # type: ignore[arg-type]  # a fake recorder
         caches = caches_of(self.kv.groups)
         if self.graphs is not None and recorder is not None:
             recorder.outputs += [self.graphs.logits, self.graphs.states]

@@ -53,7 +53,7 @@ def test_pages_have_their_own_size_whatever_the_block_size_is(folder: Path) -> N
 
 def test_what_attention_can_take_beside_the_caches_is_told(folder: Path) -> None:
     with built(folder, native_kernels="off") as parts:
-        backend, specs = parts.core.runner._attention, [group.spec for group in parts.core.kv.groups]  # type: ignore[attr-defined]
+        backend, specs = parts.core.runner._attention, [group.spec for group in parts.core.kv.groups]  # type: ignore[attr-defined]  # a test looks in
         assert parts.info.attention_workspace_bytes == backend.workspace_bytes(specs, 128, parts.info.max_batch_tokens) > 0
 
 

@@ -55,7 +55,7 @@ def read_late(bench: Bench) -> LateReader:
             runner.broken = error
         return finish(step)
 
-    steps.finish = finish_late  # type: ignore[method-assign]
+    steps.finish = finish_late  # type: ignore[method-assign]  # a late device
     return runner
 
 
