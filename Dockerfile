@@ -115,6 +115,6 @@ VOLUME ["/saves", "/var/lib/strata"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 # A large model takes minutes to load; questions before that don't count.
-HEALTHCHECK --interval=10s --timeout=6s --start-period=15m --retries=3 CMD ["python", "-m", "service.healthcheck"]
+HEALTHCHECK --interval=10s --timeout=6s --start-period=15m --retries=3 CMD ["python", "-m", "service.cli.healthcheck"]
 ENTRYPOINT ["tini", "--", "strata"]
 CMD ["serve"]

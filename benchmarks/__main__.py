@@ -18,7 +18,7 @@ from benchmarks.client import BenchmarkError
 from benchmarks.targets import Row, target_lines
 from engine.device.host import usable_cpus
 from engine.errors import ModelError
-from service.launcher import LaunchError
+from service.cli.launcher import LaunchError
 
 CASES = (extraction, generation, half_depth, prefixes, long_prompts, neighbours, start_up, writing, scale)
 RUNS: dict[str, Callable[[Bench], Result]] = {case.NAME: case.run for case in CASES}

@@ -20,7 +20,7 @@ from benchmarks.targets import Row
 from benchmarks.vllm import KV_CACHE_GIB, VllmProcess, environment
 from benchmarks.workload import extraction
 from engine.models.source import default_cache, resolve_model
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 
 UNTRIMMED = "--no-trim-last-layer"
 WARM = ("--prefault-caches", "--kv-cache-memory", str(KV_CACHE_GIB << 30), "--state-cache-memory", str(1 << 30))

@@ -26,7 +26,7 @@ from benchmarks.edge_service import EdgeService, Step, greedy
 from benchmarks.results import Answer, Round
 from engine.errors import ModelError
 from engine.models.source import default_cache, resolve_model
-from service.text import Tokenizer
+from service.text.tokenizer import Tokenizer
 
 CONCURRENCIES = (1, 16, 64)
 LENGTHS = (100, 1000)

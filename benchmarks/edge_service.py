@@ -24,9 +24,9 @@ from engine.models.base import ModelConfig
 from engine.request import EngineRequest, RequestOutput, SamplingParams
 from engine.saves.spec import SaveEvent
 from engine.stats import EngineListener, EngineStats
+from service.config.settings import Settings
+from service.http.server import listen, serve
 from service.runtime import EngineFactory, Runtime, StartableEngine
-from service.server import listen, serve
-from service.settings import Settings
 
 HOST = "127.0.0.1"
 START_SECONDS = 300.0

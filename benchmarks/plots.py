@@ -13,7 +13,7 @@ from benchmarks.client import BenchmarkError
 from benchmarks.machine import Machine, matrix_gflops
 from benchmarks.sweeps import Plot, all_plots
 from engine.errors import ModelError
-from service.launcher import LaunchError
+from service.cli.launcher import LaunchError
 
 SIZE_INCHES = (7.0, 4.2)
 DPI = 120

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 
 NUM_CLIENTS = 12
 SMALL_CACHES = ["--kv-cache-tokens", "16384", "--state-cache-memory", "16MiB"]

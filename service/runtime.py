@@ -15,24 +15,24 @@ from engine.errors import ModelError
 from engine.layers import LayerId, default_layers, resolve_layers
 from engine.models.source import ModelSource, resolve_model
 from engine.stats import EngineListener
-from service.chat_template import ChatTemplates
-from service.collector import EngineEvents
-from service.errors import NotServing
-from service.extraction import ModelIdentity
-from service.leftovers import clean_parts
-from service.metrics import Metrics
-from service.paths import SaveRoots
-from service.reaper import Reaper
-from service.recovery import recover
-from service.registry import Registry
-from service.saving import Saver
+from service.config.settings import Settings, engine_config
+from service.config.units import format_size
+from service.engine_events import EngineEvents
+from service.http.errors import NotServing
+from service.observe.metrics import Metrics
+from service.observe.tracing import start_tracing
+from service.registry.registry import Registry
+from service.requests.extraction import ModelIdentity
+from service.saves.life import Saver
+from service.saves.orphans import clean_parts
+from service.saves.paths.roots import SaveRoots
+from service.saves.reaper import Reaper
+from service.saves.recovery import recover
+from service.saves.space import Space
+from service.saves.targets import Targets
 from service.services import Services
-from service.settings import Settings, engine_config
-from service.sizes import format_size
-from service.space import Space
-from service.targets import Targets
-from service.text import Tokenizer, TokenizerMissing
-from service.tracing import start_tracing
+from service.text.chat_templates import ChatTemplates
+from service.text.tokenizer import Tokenizer, TokenizerMissing
 
 log = logging.getLogger(__name__)
 

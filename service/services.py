@@ -9,19 +9,19 @@ from typing import Any
 
 from engine.api import EngineAPI, EngineInfo
 from engine.layers import LayerId
-from service.chat_template import ChatTemplates
-from service.collector import EngineEvents
-from service.extraction import ModelIdentity
-from service.metrics import Metrics
-from service.paths import SaveRoots
-from service.prompts import Limits, PromptMaker
-from service.registry import Registry
-from service.saving import Saver
-from service.settings import Settings
-from service.space import Space
-from service.targets import Targets
-from service.text import Tokenizer
-from service.tracing import Tracing
+from service.config.settings import Settings
+from service.engine_events import EngineEvents
+from service.observe.metrics import Metrics
+from service.observe.tracing import Tracing
+from service.registry.registry import Registry
+from service.requests.extraction import ModelIdentity
+from service.saves.life import Saver
+from service.saves.paths.roots import SaveRoots
+from service.saves.space import Space
+from service.saves.targets import Targets
+from service.text.chat_templates import ChatTemplates
+from service.text.prompts import Limits, PromptMaker
+from service.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from benchmarks.metrics import increase, scrape
 from benchmarks.targets import Row, Target, at_most
 from benchmarks.verify import check_and_remove
 from benchmarks.workload import Workload, random_prompt
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 
 NAME = "W5"
 LENGTHS = (8192, 32768)

@@ -18,7 +18,7 @@ from benchmarks.rounds import FIRST_TOKEN, in_turn
 from benchmarks.targets import Row, at_most
 from benchmarks.verify import check_and_remove
 from benchmarks.workload import Prompts, Workload, extraction, generation, with_first_token
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 
 NAME = "W6"
 ALONE, BESIDE, BESIDE_SAVING = "alone", "beside the load, not saving", "beside the load, saving"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 
 ROOT = Path(__file__).parents[2]
 ClientPython = Callable[[str], Path]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 from tests.e2e.test_docs_examples import SHOWN_URL, differences
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from service.auth import hashed_line
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
+from service.http.auth import hashed_line
 from tests.clients.conftest import ClientPython, service_arguments
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 from tests.clients.conftest import ClientPython
 
 HERE = Path(__file__).parent

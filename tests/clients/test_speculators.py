@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.saves.inspect import inspect_file
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 from tests.clients.conftest import ClientPython
 
 HERE = Path(__file__).parent

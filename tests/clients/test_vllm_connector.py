@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 
 PROMPT = list(range(100, 160))
 Json = dict[str, Any]

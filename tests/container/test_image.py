@@ -25,7 +25,7 @@ def test_it_runs_as_a_user_without_rights_behind_an_init(configuration: dict[str
 
 def test_it_says_how_to_stop_it_and_how_to_ask_whether_it_is_ready(configuration: dict[str, Any]) -> None:
     assert configuration["StopSignal"] == "SIGTERM"
-    assert configuration["Healthcheck"]["Test"] == ["CMD", "python", "-m", "service.healthcheck"]
+    assert configuration["Healthcheck"]["Test"] == ["CMD", "python", "-m", "service.cli.healthcheck"]
 
 
 def test_its_labels_say_what_it_is_and_of_what_it_was_made(configuration: dict[str, Any], base_image: str) -> None:

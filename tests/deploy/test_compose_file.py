@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.settings import ENV_PREFIX, Settings
+from service.config.settings import ENV_PREFIX, Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TEXT = (DEPLOY / "compose.yaml").read_text()

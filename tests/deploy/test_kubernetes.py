@@ -14,8 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from service.server import LAST_ANSWERS_SECONDS
-from service.settings import ENV_PREFIX, Settings, load_settings
+from service.config.settings import ENV_PREFIX, Settings, load_settings
+from service.http.server import LAST_ANSWERS_SECONDS
 from tests.deploy.monitoring import DEPLOY, PROMETHEUS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.deploy.monitoring import ALERTS, DASHBOARD, PROMETHEUS, ROOT, promtool, queries
 
 if TYPE_CHECKING:

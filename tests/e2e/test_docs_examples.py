@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 SHOWN_URL = "http://127.0.0.1:8000"

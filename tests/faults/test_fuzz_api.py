@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
 from tests.faults.children import flags, number_from_environment
 
 if TYPE_CHECKING:

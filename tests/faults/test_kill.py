@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.launcher import LaunchError, ServiceProcess
+from service.cli.launcher import LaunchError, ServiceProcess
 from tests.faults.children import (
     RUN,
     Child,
@@ -248,7 +248,10 @@ def dying(*arguments, **options):
     os.kill(os.getpid(), 9)
 {owner}.{name} = dying
 """
-MOMENTS = {"the lock is had": ("service.space", "Space", "reserve"), "room is reserved": ("service.registry", "Registry", "insert")}
+MOMENTS = {
+    "the lock is had": ("service.saves.space", "Space", "reserve"),
+    "room is reserved": ("service.registry.registry", "Registry", "insert"),
+}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from service.leftovers import clean_parts, remove_unlocked
-from service.paths import SaveRoots
-from service.records import SaveRecord
-from service.recovery import Recovered, recover
-from service.registry import Registry
+from service.registry.records import SaveRecord
+from service.registry.registry import Registry
+from service.saves.orphans import clean_parts, remove_unlocked
+from service.saves.paths.roots import SaveRoots
+from service.saves.recovery import Recovered, recover
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAVE_ID = "0123456789abcdef0123456789abcdef"
@@ -410,10 +410,10 @@ CHILD = """
 import fcntl, os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from service.paths import SaveRoots
-from service.records import SaveRecord
-from service.registry import Registry
-from service.targets import Targets
+from service.saves.paths.roots import SaveRoots
+from service.registry.records import SaveRecord
+from service.registry.registry import Registry
+from service.saves.targets import Targets
 
 base = Path(sys.argv[2])
 registry = Registry(base / "state")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engine.config import Durability
-from service.records import SaveRecord, SaveStatus
-from service.registry import Registry
+from service.registry.records import SaveRecord, SaveStatus
+from service.registry.registry import Registry
 from tests.faults.children import number_from_environment
 
 SAVES = number_from_environment("STRATA_TEST_REGISTRY_SAVES", 2000)

@@ -18,10 +18,10 @@ import pytest
 from tests.faults.children import RUN, Child, check_file, check_nothing_is_left, ended, flags, running, saved_files
 
 RETRIES = 32
-CLEANS_AT_ONCE = "from service.leftovers import clean_parts\nclean_parts.__kwdefaults__['min_age_seconds'] = -60.0\n"
+CLEANS_AT_ONCE = "from service.saves.orphans import clean_parts\nclean_parts.__kwdefaults__['min_age_seconds'] = -60.0\n"
 """A service that takes temporary files of any age for old ones."""
 BROKEN = """
-from service.middleware import RequestId
+from service.http.middleware import RequestId
 def broken(self, app):
     raise RuntimeError("this can't work")
 RequestId.__init__ = broken

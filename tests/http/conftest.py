@@ -22,12 +22,12 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from engine.core import EngineCore
 from engine.engine import Engine
-from service.app import create_app
-from service.connection import guarded_protocol
-from service.limits import DEFAULT_LIMITS, HttpLimits
+from service.config.settings import Settings
+from service.http.app import create_app
+from service.http.connection import guarded_protocol
+from service.http.limits import DEFAULT_LIMITS, HttpLimits
+from service.http.server import Server, server_config
 from service.runtime import EngineFactory, Runtime
-from service.server import Server, server_config
-from service.settings import Settings
 
 Protocol = type[asyncio.Protocol]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from service.auth import hashed_line, new_key
-from service.launcher import LaunchError, ServiceProcess
+from service.cli.launcher import LaunchError, ServiceProcess
+from service.http.auth import hashed_line, new_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

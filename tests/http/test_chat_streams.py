@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import OpenAI
 
-from service.api import stream
+from service.http.routes import stream
 
 if TYPE_CHECKING:
     from tests.http.conftest import Service

@@ -37,13 +37,13 @@ def breaking(*arguments):
     return method(*arguments)
 {owner}.{name} = breaking
 """
-RUN = "from service.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+RUN = "from service.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
 WAYS = {
     "the model": ("engine.execution.runner", "ModelRunner", "run", "RuntimeError('the device is lost')"),
     "the memory": ("engine.execution.runner", "ModelRunner", "run", "MemoryError()"),
     "the scheduler": ("engine.scheduling.scheduler", "Scheduler", "schedule", "AssertionError('the books do not agree')"),
     "the pages": ("engine.capture.row_capture", "RowCapture", "commit", "AssertionError('the books do not agree')"),
-    "the listener": ("service.collector", "EngineEvents", "on_step", "RuntimeError('no loop')"),
+    "the listener": ("service.engine_events", "EngineEvents", "on_step", "RuntimeError('no loop')"),
 }
 
 RARER = ("the memory", "the pages")

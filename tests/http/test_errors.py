@@ -11,7 +11,7 @@ import torch
 
 from engine.execution.runner import ModelRunner, StepOutput
 from engine.execution.step_input import StepInput
-from service.limits import MAX_BODY_BYTES
+from service.http.limits import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
     import httpx
@@ -114,7 +114,7 @@ def test_an_unexpected_failure_is_500_without_details(service: Service, monkeypa
     def fail(*_: object) -> None:
         raise RuntimeError("a secret path /srv/private/x")
 
-    monkeypatch.setattr("service.admission.sampling_params", fail)
+    monkeypatch.setattr("service.requests.admission.sampling_params", fail)
     response = service.complete()
     assert error_of(response) == (500, "internal_error", "server_error")
     assert "secret" not in response.text

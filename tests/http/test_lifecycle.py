@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from service.cli import main
+from service.cli.main import main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +94,7 @@ def dying_step(core):
     raise MemoryError("the device is gone")
 EngineCore.step = dying_step
 """
-RUN = "from service.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+RUN = "from service.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engine.core import EngineCore
-from service.limits import DEFAULT_LIMITS, MAX_BODY_BYTES
-from service.server import limits_of
+from service.http.limits import DEFAULT_LIMITS, MAX_BODY_BYTES
+from service.http.server import limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -300,7 +300,7 @@ def test_a_list_of_more_prompts_than_can_wait_is_refused_before_any_is_tokenized
         def never(*_: object) -> None:
             raise AssertionError("tokenized")
 
-        monkeypatch.setattr("service.text.Tokenizer.encode", never)
+        monkeypatch.setattr("service.text.tokenizer.Tokenizer.encode", never)
         error = service.refused(400, prompt=["a"] * 5)
         assert "5 choices, at most 4" in error["message"]
         assert "6 choices, at most 4" in service.refused(400, prompt=["a", "b"], n=3)["message"]

@@ -19,8 +19,8 @@ import pytest
 from engine.errors import SaveError
 from engine.execution.runner import ModelRunner
 from engine.saves.builder import FileBuilder
-from service.auth import hashed_line
-from service.launcher import ServiceProcess
+from service.cli.launcher import ServiceProcess
+from service.http.auth import hashed_line
 from tests.http.conftest import Services
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.layers import LAYER_CONVENTION
-from service.openapi import openapi_yaml
+from service.cli.openapi import openapi_yaml
 from service.schemas.answers import CompletionAnswer, ErrorAnswer, ModelList, SaveAnswer, SaveList
 from tests.http.gate import LateStart
 

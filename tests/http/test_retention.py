@@ -17,10 +17,11 @@ import pytest
 import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
-from service import reaper, runtime
-from service.cli import main
-from service.reaper import Reaper
-from service.space import Need, Space
+from service import runtime
+from service.cli.main import main
+from service.saves import reaper
+from service.saves.reaper import Reaper
+from service.saves.space import Need, Space
 from tests.http.gate import PublishingGate
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from service.app import create_app
-from service.pages import front_page
+from service.config.settings import Settings
+from service.http.app import create_app
+from service.http.pages import front_page
 from service.schemas.answers import Front
-from service.settings import Settings
 from tests.http.gate import LateStart
 
 if TYPE_CHECKING:

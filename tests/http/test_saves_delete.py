@@ -15,8 +15,9 @@ import pytest
 
 from engine.errors import SaveError
 from engine.saves import builder
-from service import deletion, saved_files
-from service.auth import hashed_line, new_key
+from service.http.auth import hashed_line, new_key
+from service.saves import deletion
+from service.saves import files as saved_files
 from tests.http.gate import PublishingGate
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from service import downloads
+from service.http import downloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

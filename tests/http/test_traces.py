@@ -21,9 +21,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from engine.errors import ConfigError, SaveError
 from engine.saves.builder import FileBuilder
-from service.logs import JsonFormatter
+from service.observe.logs import JsonFormatter
+from service.observe.tracing import traces_endpoint
 from service.runtime import Runtime
-from service.tracing import traces_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -284,7 +284,7 @@ def test_log_lines_carry_the_id_of_the_trace(services: Services, collector: Otlp
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(json.loads(JsonFormatter().format(record)))
 
-    log = logging.getLogger("service.access_log")
+    log = logging.getLogger("service.http.access_log")
     keep = Keep()
     log.addHandler(keep)
     try:
@@ -351,7 +351,7 @@ def test_variables_that_can_not_work_are_a_refused_start(
 
 
 def test_a_missing_extra_is_one_line_at_the_start(services: Services) -> None:
-    without_it = "import sys; sys.modules['opentelemetry.sdk'] = None; from service.cli import main; sys.exit(main(sys.argv[1:]))"
+    without_it = "import sys; sys.modules['opentelemetry.sdk'] = None; from service.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", without_it, "serve", *services.flags(), "--otlp-endpoint", "http://127.0.0.1:9"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
@@ -360,7 +360,7 @@ def test_a_missing_extra_is_one_line_at_the_start(services: Services) -> None:
 
 def test_without_an_endpoint_nothing_of_the_sdk_is_imported() -> None:
     program = (
-        "import sys; from service.app import create_app; from service.settings import Settings; create_app(Settings())\n"
+        "import sys; from service.http.app import create_app; from service.config.settings import Settings; create_app(Settings())\n"
         "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf'))])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -12,9 +12,9 @@ import pytest
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from service.connection import guarded_protocol
-from service.limits import DEFAULT_LIMITS
-from service.server import Server, server_config
+from service.http.connection import guarded_protocol
+from service.http.limits import DEFAULT_LIMITS
+from service.http.server import Server, server_config
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

@@ -16,8 +16,8 @@ from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequest
-from service.chat_template import ChatTemplates, Conversation
-from service.text import Tokenizer
+from service.text.chat_templates import ChatTemplates, Conversation
+from service.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 WHEEL = "trl==1.16.0"

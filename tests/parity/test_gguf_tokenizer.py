@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from service.decoding import IncrementalDecoder
-from service.text import Tokenizer
+from service.text.decoding import IncrementalDecoder
+from service.text.tokenizer import Tokenizer
 
 _WORDS = """
 The quick brown fox jumps over the lazy dog.|I'll say it's what they'd've done; we're DON'T I'M you'LL|naïve café Ångström façade

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from service import auth, cli
-from service.auth import ApiKeys, hashed_line, new_key, read_keys
+from service.cli import main as cli
+from service.http import auth
+from service.http.auth import ApiKeys, hashed_line, new_key, read_keys
 
 KEY = "sk-strata-" + "a" * 43
 OTHER = "sk-strata-" + "b" * 43
@@ -66,7 +67,7 @@ def test_every_key_is_compared_whichever_matches(file: Path, monkeypatch: pytest
         compared.append(one)
         return real(one, two)
 
-    monkeypatch.setattr("service.auth.hmac.compare_digest", noting)
+    monkeypatch.setattr("service.http.auth.hmac.compare_digest", noting)
     known = [new_key() for _ in range(5)]
     file.write_text("\n".join(hashed_line(key) for key in known))
     keys = ApiKeys(file)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest, ModelError
-from service.chat_template import ChatTemplates, Conversation
-from service.template_sandbox import Bounds, TemplateSandbox
+from service.text.chat_templates import ChatTemplates, Conversation
+from service.text.template_sandbox import Bounds, TemplateSandbox
 
 Json = dict[str, Any]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

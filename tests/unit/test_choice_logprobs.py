@@ -11,10 +11,10 @@ import numpy as np
 
 from engine.request import EngineRequest, SamplingParams, TokenLogprobs
 from engine.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens
-from service.choice import Choice, Delta, Finished
-from service.choice_text import ChoiceText, echo_of, logprobs_object
-from service.collector import Update
-from service.prompts import PreparedPrompt
+from service.engine_events import Update
+from service.requests.choice import Choice, Delta, Finished
+from service.text.choice_text import ChoiceText, echo_of, logprobs_object
+from service.text.prompts import PreparedPrompt
 
 PROMPT = [4, 5, 6]
 

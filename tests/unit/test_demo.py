@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from service import demo_client
-from service.demo_client import Completion, RequestFailed, complete, wait_for_save
-from service.demo_report import completion_lines, file_lines, metric_lines
+from service.cli import demo_client
+from service.cli.demo_client import Completion, RequestFailed, complete, wait_for_save
+from service.cli.demo_report import completion_lines, file_lines, metric_lines
 
 ANSWER = {
     "id": "cmpl-1",

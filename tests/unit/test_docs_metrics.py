@@ -8,8 +8,8 @@ from pathlib import Path
 
 from engine.cache.pool import PoolStats
 from engine.stats import EngineStats
-from service.metrics import Metrics
-from service.space import Disk
+from service.observe.metrics import Metrics
+from service.saves.space import Disk
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 SERIES = r"(?:strata|process)_[a-z_]+"

@@ -9,7 +9,7 @@ from typing import get_args
 
 import service
 from engine.errors import SaveErrorCode
-from service.errors import HTTP_CODES
+from service.http.errors import HTTP_CODES
 from service.runtime import RuntimeState
 from service.schemas.transfer import TransferParams
 

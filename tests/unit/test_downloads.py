@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from service.downloads import PIECE_BYTES, FileAnswer, SavedContent
-from service.ranges import Span, Validators
+from service.http.downloads import PIECE_BYTES, FileAnswer, SavedContent
+from service.http.ranges import Span, Validators
 
 Message = Any
 SIZE = 40 * PIECE_BYTES + 7

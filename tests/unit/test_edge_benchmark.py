@@ -15,7 +15,7 @@ from benchmarks.edge import ALONE, PLAIN, STREAMED, Decoding, edge_lines, measur
 from benchmarks.edge_load import post, run_load
 from benchmarks.edge_model import write_small_model
 from benchmarks.edge_service import Step
-from service.text import Tokenizer
+from service.text.tokenizer import Tokenizer
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcd"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: a\n\n\r\n9\r\ndata: b\n\n\r\n0\r\n\r\n"

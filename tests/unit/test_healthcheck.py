@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from service import healthcheck
+from service.cli import healthcheck
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from engine.errors import ModelError
 from engine.models import source
 from engine.models.packaged import SMOLLM2_135M
 from engine.models.source import DEFAULT_MODEL, resolve_model
-from service.cli import main
-from service.settings import load_settings
+from service.cli.main import main
+from service.config.settings import load_settings
 
 
 @pytest.fixture

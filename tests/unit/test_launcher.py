@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.launcher import LaunchError, ServiceProcess
+from service.cli.launcher import LaunchError, ServiceProcess
 
 READY = "print('Strata is ready at http://127.0.0.1:1234', flush=True)"
 
@@ -77,7 +77,7 @@ def test_a_service_that_ends_with_an_error_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_service_that_ignores_sigterm_is_ended_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.launcher.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("service.cli.launcher.GRACE_SECONDS", 0.2)
     code = f"""
         import signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

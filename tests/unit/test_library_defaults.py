@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from service import cli
+from service.cli import main as cli
 
 NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
@@ -21,8 +21,8 @@ def test_serving_bounds_spinning_and_compiled_products(monkeypatch: pytest.Monke
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     seen: dict[str, str] = {}
-    monkeypatch.setattr("service.server.serve", lambda settings: seen.update(os.environ) or 0)
-    monkeypatch.setattr("service.logs.configure_logging", lambda *arguments: None)
+    monkeypatch.setattr("service.http.server.serve", lambda settings: seen.update(os.environ) or 0)
+    monkeypatch.setattr("service.observe.logs.configure_logging", lambda *arguments: None)
     assert cli.main(["serve"]) == 0
     assert seen.get("GOMP_SPINCOUNT") == spins
     assert seen["LRU_CACHE_CAPACITY"] == seen["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(cli.COMPILED_SHAPES)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from service.logs import JsonFormatter, TextFormatter, lines_of_request, lines_of_saves
+from service.observe.logs import JsonFormatter, TextFormatter, lines_of_request, lines_of_saves
 
 
 class Written(logging.Handler):

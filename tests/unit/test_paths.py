@@ -13,8 +13,8 @@ import pytest
 from engine.errors import ConfigError
 from engine.saves.libc import renameat2
 from service.exceptions import NotFound, PathConflict, ServiceError
-from service.paths import SaveRoots
-from service.targets import Targets
+from service.saves.paths.roots import SaveRoots
+from service.saves.targets import Targets
 
 SAVE_ID = "0123456789abcdef0123456789abcdef"
 RENAME_EXCHANGE = 2

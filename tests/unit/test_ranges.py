@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.ranges import Span, Unsatisfiable, Validators, failed_precondition, requested_span
+from service.http.ranges import Span, Unsatisfiable, Validators, failed_precondition, requested_span
 
 NOW = Validators('"tag"', 1_000_000_000)
 DATES = ["Sun, 09 Sep 2001 01:46:40 GMT", "Sun, 09 Sep 2001 01:46:39 GMT", "Sun, 09 Sep 2001 01:46:41 GMT"]

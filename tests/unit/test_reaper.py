@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from service import reaper as reaper_module
-from service import saved_files
-from service.paths import SaveRoots
-from service.reaper import DAY_SECONDS, Reaper
-from service.records import SaveRecord
-from service.registry import Registry
-from service.saved_files import remove_saved
-from service.space import Space
+from service.registry.records import SaveRecord
+from service.registry.registry import Registry
+from service.saves import files as saved_files
+from service.saves import reaper as reaper_module
+from service.saves.files import remove_saved
+from service.saves.paths.roots import SaveRoots
+from service.saves.reaper import DAY_SECONDS, Reaper
+from service.saves.space import Space
 
 
 @cache
@@ -299,7 +299,7 @@ def test_what_a_crash_in_a_removal_leaves_is_removed_after_a_day(world: World, m
     asyncio.run(world.reaper.clean())
     assert aside.exists()
     os.utime(aside, (1.0, 1.0))
-    monkeypatch.setattr("service.leftovers.time.time", lambda: time.monotonic() + 10**10)
+    monkeypatch.setattr("service.saves.orphans.time.time", lambda: time.monotonic() + 10**10)
     asyncio.run(world.reaper.clean())
     assert not aside.exists()
 

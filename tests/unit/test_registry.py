@@ -17,10 +17,10 @@ import pytest
 
 from engine.config import Durability
 from engine.errors import ConfigError
-from service.database import DATABASE, MIGRATIONS
 from service.exceptions import NotFound, ServiceError, Unavailable
-from service.records import ENDED, IdempotencyKeyTaken, SaveRecord, SaveStatus
-from service.registry import Registry
+from service.registry.database import DATABASE, MIGRATIONS
+from service.registry.records import ENDED, IdempotencyKeyTaken, SaveRecord, SaveStatus
+from service.registry.registry import Registry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -389,7 +389,7 @@ def test_an_older_schema_is_brought_up_to_date_with_its_records(state: Path, mon
     old = Registry(state)
     old.insert(record(1)).result()
     old.close()
-    monkeypatch.setattr("service.database.MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE saves ADD COLUMN extra TEXT DEFAULT 'new'",)))
+    monkeypatch.setattr("service.registry.database.MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE saves ADD COLUMN extra TEXT DEFAULT 'new'",)))
     new = Registry(state)
     assert new.get(record(1).id).result() == record(1)
     new.close()
@@ -402,7 +402,7 @@ def test_an_older_schema_is_brought_up_to_date_with_its_records(state: Path, mon
 def test_a_migration_that_fails_leaves_the_registry_as_it_was(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Registry(state).close()
     with monkeypatch.context() as patch:
-        patch.setattr("service.database.MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE saves ADD COLUMN extra", "NONSENSE")))
+        patch.setattr("service.registry.database.MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE saves ADD COLUMN extra", "NONSENSE")))
         with pytest.raises(ConfigError):
             Registry(state)
     registry = Registry(state)
@@ -459,8 +459,8 @@ CHILD = """
 import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from service.records import SaveRecord
-from service.registry import Registry
+from service.registry.records import SaveRecord
+from service.registry.registry import Registry
 
 registry = Registry(Path(sys.argv[2]))
 mutex = threading.Lock()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.models.packaged import SMOLLM2_135M
-from service import cli
-from service.settings import BadSettings, Settings, engine_config, load_settings
-from service.sizes import format_size, parse_duration, parse_size
+from service.cli import main as cli
+from service.config.settings import BadSettings, Settings, engine_config, load_settings
+from service.config.units import format_size, parse_duration, parse_size
 
 
 @pytest.fixture(autouse=True)
@@ -243,8 +243,8 @@ def test_a_missing_model_ends_the_command_with_2_and_one_line(tmp_path: Path) ->
 
 def test_layers_may_begin_with_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Settings] = []
-    monkeypatch.setattr("service.server.serve", lambda settings: served.append(settings) or 0)
-    monkeypatch.setattr("service.logs.configure_logging", lambda *_: None)
+    monkeypatch.setattr("service.http.server.serve", lambda settings: served.append(settings) or 0)
+    monkeypatch.setattr("service.observe.logs.configure_logging", lambda *_: None)
     assert cli.main(["serve", "--layers", "-1,norm", "--port", "0"]) == 0
     assert (served[0].layers, served[0].port) == ((-1, "norm"), 0)
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from service.exceptions import DiskFull
-from service.paths import SaveRoots
-from service.records import SaveRecord
-from service.registry import Registry
-from service.space import LARGEST_DEFAULT_RESERVE, Need, QuotaExceeded, Space
+from service.registry.records import SaveRecord
+from service.registry.registry import Registry
+from service.saves.paths.roots import SaveRoots
+from service.saves.space import LARGEST_DEFAULT_RESERVE, Need, QuotaExceeded, Space
 
 BLOCK = 4096
 

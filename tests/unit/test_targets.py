@@ -11,8 +11,8 @@ import pytest
 
 from engine.saves.lock import LockFile
 from service.exceptions import PathConflict, ServiceError
-from service.paths import SaveRoots
-from service.targets import ClaimedTarget, Targets
+from service.saves.paths.roots import SaveRoots
+from service.saves.targets import ClaimedTarget, Targets
 
 SAVE_ID = "0123456789abcdef0123456789abcdef"
 

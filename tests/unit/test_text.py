@@ -13,10 +13,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import InvalidRequest, ModelError
-from service.decoding import IncrementalDecoder
-from service.text import Tokenizer, TokenizerMissing
-from service.text_stream import StopStrings, TextStream, first_stop
-from service.token_bytes import BYTE_FALLBACK, BYTE_LEVEL, OTHER, byte_level_bytes
+from service.text.decoding import IncrementalDecoder
+from service.text.stream import StopStrings, TextStream, first_stop
+from service.text.token_bytes import BYTE_FALLBACK, BYTE_LEVEL, OTHER, byte_level_bytes
+from service.text.tokenizer import Tokenizer, TokenizerMissing
 
 EURO = "€"
 

@@ -1,0 +1,358 @@
+"""All that an operator can set: by flag, environment variable (`STRATA_<NAME>`) or file; flags win, then the environment, then the file."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic.config import JsonDict
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from engine.config import AttentionName, Checksum, Durability, EngineConfig, Switch
+from engine.layers import LayerId
+from engine.models.packaged import SMOLLM2_135M
+from engine.models.prepared import user_data_directory
+from service.config.units import parse_duration, parse_size
+from service.registry.records import MAX_TTL_SECONDS
+
+ENV_PREFIX = "STRATA_"
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class BadSettings(Exception):
+    """Settings that can't work; one line per problem."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+def _size_or_auto(value: object) -> object:
+    if value == "auto":
+        return None
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _size_or_zero(value: object) -> object:
+    return 0 if isinstance(value, str) and value.strip() == "0" else _size_or_auto(value)
+
+
+def _size_or_none(value: object) -> object:
+    return None if value == "none" else _size_or_auto(value)
+
+
+def _duration(value: object) -> object:
+    return parse_duration(value) if isinstance(value, str) else value
+
+
+def _number_or_auto(value: object) -> object:
+    return None if value == "auto" else value
+
+
+def _layer_id(text: object) -> object:
+    stripped = text.strip() if isinstance(text, str) else text
+    return stripped if stripped == "norm" or not isinstance(stripped, str) else int(stripped)
+
+
+def _layers(value: object) -> object:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return value
+    try:
+        return tuple(_layer_id(part) for part in parts)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a comma-separated list of layer ids: integers or 'norm'") from None
+
+
+def _paths(value: object) -> object:
+    return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
+
+
+def _origins(value: object) -> object:
+    """Commas stand between origins in the environment, since origins hold colons."""
+    origins = [part for part in value.split(",") if part] if isinstance(value, str) else value
+    if not isinstance(origins, list | tuple):
+        return value
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", str(origin)):
+            raise ValueError(f"{origin!r} is not an origin such as https://example.org or https://example.org:8443")
+    return tuple(origins)
+
+
+def _octal(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(value, 8)
+    except ValueError:
+        raise ValueError(f"{value!r} is not an octal number such as 022") from None
+
+
+def _path_map(value: object) -> object:
+    entries = value.split(os.pathsep) if isinstance(value, str) else value
+    if not isinstance(entries, list | tuple):
+        return value
+    return tuple(_path_pair(entry) for entry in entries if entry)
+
+
+def _path_pair(entry: object) -> object:
+    if not isinstance(entry, str):
+        return entry
+    client, separator, server = entry.partition("=")
+    if not (separator and client.startswith("/") and server.startswith("/")):
+        raise ValueError(f"{entry!r} is not FROM=TO with two absolute paths")
+    return client, server
+
+
+def http_url(text: str) -> str:
+    """The text, where it is one. Raises `ValueError`."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
+            return text
+    except ValueError:  # of a port that is none
+        pass
+    raise ValueError(f"{text!r} is not a URL such as http://127.0.0.1:4318")
+
+
+def _http_url_or_none(value: object) -> object:
+    return http_url(value) if isinstance(value, str) else value
+
+
+Size = Annotated[int | None, BeforeValidator(_size_or_auto)]
+Count = Annotated[int | None, BeforeValidator(_number_or_auto)]
+Milliseconds = Annotated[float | None, BeforeValidator(_number_or_auto)]
+
+
+def _option(default: Any, group: str, text: str, shown: str = "", metavar: str = "", **bounds: Any) -> Any:  # noqa: ANN401 - like pydantic's Field
+    extra: JsonDict = {"group": group, "shown": shown, "metavar": metavar}
+    if callable(default):
+        return Field(default_factory=default, description=text, json_schema_extra=extra, **bounds)
+    return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+
+class Settings(BaseSettings):
+    """The settings of one service. `json_schema_extra` says how `strata serve --help` shows a field."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+
+    model: str | None = _option(
+        None, "Model", "model folder, .gguf file or hub id", f"{SMOLLM2_135M.name}, embedded", "MODEL", min_length=1
+    )
+    served_model_name: str | None = _option(
+        None, "Model", "id in /v1/models, the only `model` that is accepted", "the --model string", "NAME"
+    )
+    device: str = _option("auto", "Model", "cpu, cuda or cuda:INDEX", metavar="DEVICE")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "Model", "compute dtype")
+    max_model_len: int | None = _option(None, "Model", "context limit in tokens", "the model's", "TOKENS", ge=1)
+    attention: AttentionName = _option("auto", "Model", "attention backend; auto takes the first that can run")
+    cuda_graphs: Switch = _option("auto", "Model", "replay the steps of generated text as CUDA graphs")
+    overlap: Switch = _option("auto", "Model", "on a GPU, launch a step of text before the last one's tokens are looked at")
+    native_kernels: Switch = _option("auto", "Model", "compiled kernels on a CPU; auto takes them where a C compiler can make them")
+    packed_weights: Switch = _option("auto", "Model", "weights packed for oneDNN on a CPU; auto times both ways at start")
+    trim_last_layer: bool = _option(True, "Model", "leave out what nobody wants of the last layer")
+    threads: int | None = _option(None, "Model", "compute threads on a CPU", "what affinity and the CPU quota leave", "COUNT", ge=1)
+    tensor_parallel: int = _option(1, "Model", "devices that share each layer; only 1 is supported", metavar="COUNT", ge=1)
+    pipeline_parallel: int = _option(1, "Model", "devices that share the layers out; only 1 is supported", metavar="COUNT", ge=1)
+
+    host: str = _option("127.0.0.1", "Network", "address to listen on", metavar="ADDRESS")
+    port: int = _option(8000, "Network", "port to listen on; 0 takes a free one", metavar="PORT", ge=0, le=65535)
+    api_keys_file: Path | None = _option(None, "Network", "hashed API keys, see `strata hash-key`", "no key is needed", "FILE")
+    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_origins)] = _option(
+        (), "Network", "web pages of this origin may call the API; repeatable, * for all", "none", "ORIGIN"
+    )
+    drain_seconds: float = _option(30.0, "Network", "how long running requests may take to finish after SIGTERM", metavar="SECONDS", ge=0)
+
+    layers: Annotated[tuple[LayerId, ...] | None, NoDecode, BeforeValidator(_layers)] = _option(
+        None, "Hidden states", "default layers, comma separated: 0…N, negatives, norm", "2,N//2,N-3,N", "LAYERS"
+    )
+    extract_by_default: bool = _option(False, "Hidden states", "extract also for requests without kv_transfer_params")
+    save_root: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_paths)] = _option(
+        (Path("saves"),),
+        "Hidden states",
+        "folder for files, made if missing; repeatable, the first is the default",
+        "./saves",
+        "DIR",
+        min_length=1,
+    )
+    state_dir: Path = _option(user_data_directory, "Hidden states", "folder of the registry and caches", "the user's data folder", "DIR")
+    durability: Durability = _option("file", "Hidden states", "what is synced before a file is published")
+    checksum: Checksum = _option("none", "Hidden states", "checksum kept in the record of a save")
+    lock_files: bool = _option(True, "Hidden states", "hold FILE.lock while a file is written")
+    max_saved_bytes: Annotated[int | None, BeforeValidator(_size_or_none)] = _option(
+        None, "Hidden states", "what all saved files together may take; beyond it requests are answered with 507", "none", "SIZE", ge=1
+    )
+    min_free_bytes: Annotated[int | None, BeforeValidator(_size_or_zero)] = _option(
+        None,
+        "Hidden states",
+        "what saves leave free on every disk, else 507; 0 doesn't look at it",
+        "the smaller of 1GiB and 5 % of the file system",
+        "SIZE",
+        ge=0,
+    )
+    ttl_seconds: float | None = _option(
+        None,
+        "Hidden states",
+        "when files are removed, counted from the end of their save, unless the request says",
+        "never",
+        "SECONDS",
+        gt=0,
+        le=MAX_TTL_SECONDS,
+    )
+    keep_records: Annotated[float, BeforeValidator(_duration)] = _option(
+        7 * 86400.0,
+        "Hidden states",
+        "how long records of ended saves are kept, at most a million: 7d, 12h or seconds",
+        "7d",
+        "TIME",
+        gt=0,
+        le=MAX_TTL_SECONDS,
+        allow_inf_nan=False,
+    )
+    umask: Annotated[int | None, BeforeValidator(_octal)] = _option(
+        None, "Hidden states", "umask of files and folders, octal", "the process's", "UMASK", ge=0, le=0o777
+    )
+    client_path_map: Annotated[tuple[tuple[str, str], ...], NoDecode, BeforeValidator(_path_map)] = _option(
+        (), "Hidden states", "clients see folder TO under the name FROM; repeatable", "none", "FROM=TO"
+    )
+
+    block_size: Count = _option(None, "Memory and scheduling", "tokens per KV block", "the backend's", "TOKENS", ge=1)
+    state_page_size: int = _option(32, "Memory and scheduling", "rows per hidden-state page", metavar="ROWS", ge=1, le=4096)
+    kv_cache_tokens: Count = _option(None, "Memory and scheduling", "tokens that fit the KV cache", "auto", "TOKENS", ge=1)
+    kv_cache_memory: Size = _option(None, "Memory and scheduling", "bytes of the KV cache, instead of its tokens", "auto", "SIZE", ge=1)
+    state_cache_memory: Size = _option(None, "Memory and scheduling", "host memory for hidden-state pages", "auto", "SIZE", ge=1)
+    prefault_caches: bool = _option(False, "Memory and scheduling", "touch the memory of the caches at start, on a CPU")
+    prefix_cache: bool = _option(True, "Memory and scheduling", "reuse what is known of shared prefixes")
+    max_batch_tokens: Count = _option(None, "Memory and scheduling", "tokens computed in one step", "auto", "TOKENS", ge=1)
+    prompt_logprobs_memory: Annotated[int, BeforeValidator(_size_or_auto)] = _option(
+        256 * 2**20, "Memory and scheduling", "host memory for log-probabilities of prompts, over all requests", "256MiB", "SIZE", ge=1
+    )
+    inter_token_ms: Milliseconds = _option(
+        None,
+        "Memory and scheduling",
+        "how long a step beside text that is being generated may take, in milliseconds; 0: no limit",
+        "150 on a CPU, 50 on a GPU",
+        "MS",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    max_running: int = _option(256, "Memory and scheduling", "requests that run at once", metavar="COUNT", ge=1)
+    max_queued: int = _option(1024, "Memory and scheduling", "requests that may wait; more are answered with 429", metavar="COUNT", ge=1)
+
+    log_format: Literal["text", "json"] = _option("text", "Logging", "form of the log lines")
+    log_level: LogLevel = _option("info", "Logging", "least severe level that is logged")
+    log_prompts: bool = _option(False, "Logging", "write the prompts of admitted requests into the log")
+    otlp_endpoint: Annotated[str | None, BeforeValidator(_http_url_or_none)] = _option(
+        None, "Logging", "collector of traces, such as http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_ENDPOINT", "URL"
+    )
+
+    @field_validator("tensor_parallel", "pipeline_parallel")
+    @classmethod
+    def _single(cls, value: int) -> int:
+        if value > 1:
+            raise ValueError(f"{value} devices are not supported, only 1")
+        return value
+
+    @model_validator(mode="after")
+    def _one_cache_size(self) -> Self:
+        if self.kv_cache_tokens is not None and self.kv_cache_memory is not None:
+            raise ValueError("--kv-cache-tokens and --kv-cache-memory exclude each other")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def load_settings(flags: dict[str, Any], config_file: Path | None = None) -> Settings:
+    """Settings from flags (those given), environment and file. Raises `BadSettings`."""
+    if config_file is not None:
+        _check_file(config_file)
+
+    class Configured(Settings):
+        model_config = SettingsConfigDict(toml_file=config_file)
+
+    try:
+        return Configured(**flags)
+    except ValidationError as error:
+        raise BadSettings([_line(detail, flags, config_file) for detail in error.errors()]) from None
+
+
+def _check_file(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadSettings([f"--config {path}: {reason}"]) from None
+
+
+def flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _line(detail: ErrorDetails, flags: dict[str, Any], config_file: Path | None) -> str:
+    """One line that names the setting as the operator wrote it."""
+    message = detail["msg"].removeprefix("Value error, ")
+    if not detail["loc"]:
+        return message
+    field = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        return f"{field} in {config_file}: there is no such setting"
+    if field in flags:
+        where = flag_of(field)
+    elif ENV_PREFIX + field.upper() in os.environ:
+        where = ENV_PREFIX + field.upper()
+    else:
+        where = f"{field} in {config_file}"
+    given = "" if message.startswith(repr(detail["input"])) else f", got {detail['input']!r}"
+    return f"{where}: {message[0].lower()}{message[1:]}{given}"
+
+
+def engine_config(settings: Settings, folder: Path, umask: int) -> EngineConfig:
+    """What the engine needs of the settings; `folder` is the resolved model."""
+    return EngineConfig(
+        model=str(folder),
+        device=settings.device,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        block_size=settings.block_size,
+        state_page_size=settings.state_page_size,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        kv_cache_memory=settings.kv_cache_memory,
+        state_cache_memory=settings.state_cache_memory,
+        prefault_caches=settings.prefault_caches,
+        prefix_cache=settings.prefix_cache,
+        max_batch_tokens=settings.max_batch_tokens,
+        prompt_logprobs_memory=settings.prompt_logprobs_memory,
+        inter_token_ms=settings.inter_token_ms,
+        max_running=settings.max_running,
+        max_queued=settings.max_queued,
+        attention=settings.attention,
+        cuda_graphs=settings.cuda_graphs,
+        overlap=settings.overlap,
+        native_kernels=settings.native_kernels,
+        packed_weights=settings.packed_weights,
+        trim_last_layer=settings.trim_last_layer,
+        threads=settings.threads,
+        durability=settings.durability,
+        checksum=settings.checksum,
+        umask=umask,
+    )

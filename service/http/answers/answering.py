@@ -1,0 +1,149 @@
+"""How a request for a completion is answered, of whatever form its prompt and its answer are."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+
+from engine.errors import SaveError
+from service.http.answers.bodies import accepted_answer, encoded, replayed_answer, whole_answer
+from service.http.answers.stream import CompletionStream, EventStream, replayed_events
+from service.http.errors import NotServing, SaveFailed
+from service.http.strict_json import check_text
+from service.observe.logs import lines_of_saves
+from service.registry.records import SaveRecord
+from service.requests.admission import Plan, Replay, admit, make_plan
+from service.requests.generation import Generation
+from service.schemas.answers import ERRORS, ErrorAnswer
+from service.schemas.generation import GenerationRequest
+from service.services import Services
+from service.text.prompts import PreparedPrompt
+
+log = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""What nginx logs for a client that left; nobody reads it."""
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}},
+    **ERRORS,
+    202: {"description": 'Accepted, with `wait: "accepted"`: poll the save.'},
+    403: {"model": ErrorAnswer, "description": "A path outside the allowed roots."},
+    404: {"model": ErrorAnswer, "description": "Another model than the served one."},
+    409: {"model": ErrorAnswer, "description": "The path exists or is in flight, or the idempotency key was used with another body."},
+    413: {"model": ErrorAnswer, "description": "The body is too large."},
+    429: {"model": ErrorAnswer, "description": "The queue is full; see Retry-After."},
+    500: {"model": ErrorAnswer, "description": "The engine or a save failed; a failed save's id is in the body."},
+    507: {"model": ErrorAnswer, "description": "The disk is full."},
+}
+
+
+async def answer(services: Services, body: GenerationRequest, request: Request, owner: str | None) -> Response:
+    """Admits what a body asks for and answers it: whole, as a stream, at once, or out of the records of an earlier request."""
+    request.state.request_id = body.request_id or request.state.request_id
+    raw_body = await request.json()
+    check_text(await request.body(), raw_body)
+    plan = await make_plan(services, body, request.state.request_id, raw_body, owner)
+    started = await admit(services, plan)
+    lines_of_saves(_save_ids(started))
+    if services.settings.log_prompts:
+        log.info("prompts", extra={"fields": {"prompts": [_shown(services, prompt) for prompt in plan.prompts]}})
+    request.state.admitted = True
+    if isinstance(started, Replay):
+        services.metrics.request_ended("replayed")
+        return await _replay(services, plan, started, request)
+    if plan.wait == "accepted":
+        services.start_in_background(_run_detached(started))
+        return _json(accepted_answer(services, plan, started), 202)
+    if body.stream:
+        return EventStream(CompletionStream(services, plan, started).events(), started)
+    return await _answer(services, plan, started, request)
+
+
+def _shown(services: Services, prompt: PreparedPrompt) -> str | list[int]:
+    """A prompt for the log, as text where there is any."""
+    if prompt.text is not None:
+        return prompt.text
+    return prompt.token_ids if services.tokenizer is None else services.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def _save_ids(started: Generation | Replay) -> list[str]:
+    if isinstance(started, Replay):
+        return [record.id for record in started.records]
+    return [choice.save.id for choice in started.choices if choice.save is not None]
+
+
+async def _answer(services: Services, plan: Plan, generation: Generation, request: Request) -> Response:
+    """Runs to the end, unless the client leaves."""
+    try:
+        if not await _unless_gone(generation.run(), request):
+            generation.close("aborted")
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        generation.close("completed")
+        return _json(whole_answer(services, plan, generation))
+    finally:
+        generation.close("failed")  # does nothing after the other two
+
+
+async def _run_detached(generation: Generation) -> None:
+    try:
+        async for _ in generation.deltas():
+            pass
+        failed = any(choice.failure() is not None for choice in generation.choices)
+        generation.close("failed" if failed else "completed")
+    finally:
+        generation.close("failed")
+
+
+async def _replay(services: Services, plan: Plan, replay: Replay, request: Request) -> Response:
+    """Answers out of the records of the first request with the key, waiting for as much of it as that request did."""
+    if plan.wait == "accepted":
+        return _json(replayed_answer(services, plan, replay.records), 202)
+    records = list(replay.records)
+
+    async def wait() -> None:
+        records[:] = [await _settled(services, plan, record) for record in records]
+
+    if not await _unless_gone(wait(), request):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    body = replayed_answer(services, plan, records)
+    return EventStream(replayed_events(plan, body), None) if plan.body.stream else _json(body)
+
+
+async def _settled(services: Services, plan: Plan, record: SaveRecord) -> SaveRecord:
+    """The record when it can be answered: ended or, without waiting, with its text. Raises `SaveFailed`."""
+    if not record.ended and (plan.wait is True or not record.output):
+        ended = await asyncio.wrap_future(services.registry.ended(record.id))
+        if ended is None:
+            raise NotServing("the save that this request repeats has just been removed")
+        record = ended
+    if record.ended and record.status != "completed":
+        raise SaveFailed(record.id, SaveError("cancelled", record.error_message or f"the save is {record.status}"))
+    return record
+
+
+async def _unless_gone(work: Coroutine[Any, Any, None], request: Request) -> bool:
+    """Runs a coroutine and raises what it raises. False, and it is cancelled, where the client left before it was done."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        await task
+        return True
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(encoded(body), status, media_type="application/json")

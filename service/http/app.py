@@ -1,0 +1,102 @@
+"""The ASGI application."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from engine.errors import ConfigError
+from service.config.settings import Settings
+from service.config.version import strata_version
+from service.http.access_log import AccessLog
+from service.http.auth import ApiKeys
+from service.http.errors import install_handlers
+from service.http.limits import DEFAULT_LIMITS, HttpLimits
+from service.http.middleware import Authentication, BodyLimit, CountedAnswers, HeadLimit, RequestId, RequestLimit, UnexpectedErrors
+from service.http.routes import chat, completions, files, models, operations, pages, saves, tokens
+from service.observe.tracing import TraceIds, telemetry_off
+from service.runtime import Runtime
+from service.schemas.answers import COMMON_ERRORS
+
+log = logging.getLogger(__name__)
+
+BEARER = HTTPBearer(auto_error=False, description="An API key, where the service runs with --api-keys-file.")
+CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
+CORS_EXPOSED = ("Content-Range", "ETag", "Retry-After", "X-Request-Id")
+
+DESCRIPTION = "Runs a causal language model and writes the hidden states of chosen layers to safetensors files."
+
+
+def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpLimits = DEFAULT_LIMITS) -> FastAPI:
+    """An application that starts its runtime in the background when it is started, so that `/health` answers while the model loads.
+
+    `app.state.start` is the task of the start; it fails with a `ConfigError` where the settings can't work. A keys file that can't be
+    used raises one here. `app.state.keys` are the `ApiKeys`, None where no key is needed.
+    """
+    keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file)
+    runtime = runtime or Runtime(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.start = asyncio.get_running_loop().create_task(runtime.start())
+        app.state.start.add_done_callback(_log_failure)
+        yield
+        await asyncio.wait([app.state.start])
+        await runtime.stop()
+
+    app = FastAPI(
+        title="Strata",
+        version=strata_version(),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=_middleware(settings, keys, limits, runtime),
+        telemetry=telemetry_off() if runtime.tracing is None else runtime.tracing.telemetry,
+    )
+    app.state.runtime = runtime
+    app.state.keys = keys
+    for module in (completions, chat, tokens, saves, files, models, pages):
+        app.include_router(module.router, dependencies=[Depends(BEARER)], responses=COMMON_ERRORS)
+    app.include_router(operations.router)
+    install_handlers(app)
+    return app
+
+
+def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits, runtime: Runtime) -> list[Middleware]:
+    """The outermost first. Browsers must be able to read refusals too, so what allows that stands before what refuses."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origin,
+        allow_methods=CORS_METHODS,
+        allow_headers=("*",),
+        expose_headers=CORS_EXPOSED,
+    )
+    return [
+        Middleware(CountedAnswers, metrics=runtime.metrics),
+        Middleware(RequestId),
+        *([] if runtime.tracing is None else [Middleware(TraceIds)]),
+        Middleware(AccessLog),
+        *([cors] if settings.cors_origin else []),
+        Middleware(UnexpectedErrors),
+        Middleware(HeadLimit, limits=limits),
+        Middleware(Authentication, keys=keys),
+        Middleware(RequestLimit, limits=limits),
+        Middleware(BodyLimit, limits=limits),
+    ]
+
+
+def _log_failure(start: "asyncio.Task[None]") -> None:
+    if start.cancelled():
+        return
+    error = start.exception()
+    if isinstance(error, ConfigError):
+        log.error("%s", error)
+    elif error is not None:
+        log.error("the service could not start", exc_info=error)

@@ -1,0 +1,139 @@
+"""The registry's statements. They run on its thread, inside its transaction."""
+
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from service.exceptions import NotFound
+from service.registry.records import FIELDS, PREDECESSORS, IdempotencyKeyTaken, SaveRecord, SaveStatus, from_row, to_column
+
+CHANGEABLE = frozenset(FIELDS) - {"id", "created", "owner", "idempotency_key", "body_hash", "choice"}
+_CHANGEABLE = tuple(sorted(CHANGEABLE))
+MAX_LIMIT = 10_000
+_COLUMNS = ", ".join(FIELDS)
+_INSERT = f"INSERT INTO saves ({_COLUMNS}) VALUES ({', '.join('?' * len(FIELDS))})"
+_UPDATE = f"UPDATE saves SET {', '.join(f'{name} = ?' for name in _CHANGEABLE)} WHERE id = ?"
+_LIVE = "status IN ('queued', 'running', 'writing')"
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which records are listed. None: any."""
+
+    status: SaveStatus | None = None
+    request_id: str | None = None
+    prefix: str | None = None
+    owner: str | None = None
+    after: str | None = None
+    limit: int = 100
+
+
+def insert(database: sqlite3.Connection, records: Sequence[SaveRecord]) -> None:
+    first = records[0]
+    if first.idempotency_key is not None:
+        taken = find_idempotent(database, first.owner, first.idempotency_key)
+        if taken:
+            raise IdempotencyKeyTaken(taken)
+    for record in records:
+        database.execute(_INSERT, [to_column(name, getattr(record, name)) for name in FIELDS])
+
+
+def update(database: sqlite3.Connection, save_id: str, changes: Mapping[str, Any]) -> SaveRecord | None:
+    """None where the record is missing or its status has passed the new one. What ends gets its time, and what expires its date."""
+    record = get(database, save_id)
+    if record is None or ("status" in changes and record.status not in PREDECESSORS[changes["status"]]):
+        return None
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    changed = replace(record, **values)
+    if changed.ended and changed.finished is None:
+        changed = replace(changed, finished=time.time())
+    if changed.status == "completed" and changed.ttl_seconds is not None and changed.expires is None:
+        changed = replace(changed, expires=(changed.finished or 0.0) + changed.ttl_seconds)
+    database.execute(_UPDATE, [*(to_column(name, getattr(changed, name)) for name in _CHANGEABLE), save_id])
+    return changed
+
+
+def get(database: sqlite3.Connection, save_id: str) -> SaveRecord | None:
+    row = database.execute(f"SELECT {_COLUMNS} FROM saves WHERE id = ?", [save_id]).fetchone()
+    return None if row is None else from_row(row)
+
+
+def delete(database: sqlite3.Connection, save_id: str) -> bool:
+    database.execute("INSERT OR IGNORE INTO deleted SELECT id, sequence, ? FROM saves WHERE id = ?", [time.time(), save_id])
+    return database.execute("DELETE FROM saves WHERE id = ?", [save_id]).rowcount > 0
+
+
+def select(database: sqlite3.Connection, page: Page) -> list[SaveRecord]:
+    """Newest first. Raises `NotFound` for an `after` that was never a record."""
+    conditions: list[str] = []
+    values: list[Any] = []
+    for column in ("status", "request_id", "owner"):
+        if getattr(page, column) is not None:
+            conditions.append(f"{column} = ?")
+            values.append(getattr(page, column))
+    if page.prefix:
+        # A range instead of LIKE: exact case, no wildcards, and the index serves it. No text sorts after U+10FFFF.
+        conditions.append("hidden_states_path >= ? AND hidden_states_path < ?")
+        values += [page.prefix, page.prefix + "\U0010ffff"]
+    if page.after is not None:
+        conditions.append("sequence < ?")
+        values.append(_sequence(database, page.after))
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    values.append(max(1, min(page.limit, MAX_LIMIT)))
+    rows = database.execute(f"SELECT {_COLUMNS} FROM saves {where} ORDER BY sequence DESC LIMIT ?", values)
+    return [from_row(row) for row in rows]
+
+
+def find_idempotent(database: sqlite3.Connection, owner: str | None, key: str) -> tuple[SaveRecord, ...]:
+    rows = database.execute(
+        f"SELECT {_COLUMNS} FROM saves WHERE coalesce(owner, '') = ? AND idempotency_key = ? ORDER BY choice",
+        [owner or "", key],
+    )
+    return tuple(from_row(row) for row in rows)
+
+
+def unfinished(database: sqlite3.Connection) -> list[SaveRecord]:
+    return [from_row(row) for row in database.execute(f"SELECT {_COLUMNS} FROM saves WHERE {_LIVE} ORDER BY sequence")]
+
+
+def used_bytes(database: sqlite3.Connection) -> int:
+    return int(database.execute("SELECT bytes FROM usage").fetchone()[0])
+
+
+def expired(database: sqlite3.Connection, now: float, skip: int, limit: int) -> list[SaveRecord]:
+    """Completed saves whose time is over, the longest expired first, without the first `skip` of them."""
+    query = f"SELECT {_COLUMNS} FROM saves WHERE status = 'completed' AND expires <= ? ORDER BY expires, sequence LIMIT ? OFFSET ?"
+    return [from_row(row) for row in database.execute(query, [now, limit, skip])]
+
+
+def completed(database: sqlite3.Connection, after: int, limit: int) -> tuple[list[SaveRecord], int]:
+    """Completed saves, oldest first, and where the next ones begin: give that as `after`, 0 at first."""
+    query = f"SELECT sequence, {_COLUMNS} FROM saves WHERE status = 'completed' AND sequence > ? ORDER BY sequence LIMIT ?"
+    rows = database.execute(query, [after, limit]).fetchall()
+    return [from_row(row) for row in rows], rows[-1]["sequence"] if rows else after
+
+
+def purge(database: sqlite3.Connection, ended_before: float, keep_count: int, limit: int) -> int:
+    """Removes the oldest ended records beyond `keep_count`, and those that ended before a time.
+
+    A completed file that has still to expire keeps its record, without which nobody would remove it.
+    """
+    excess = max(0, database.execute("SELECT count(*) FROM saves").fetchone()[0] - keep_count)
+    removable = f"NOT {_LIVE} AND NOT (status = 'completed' AND expires IS NOT NULL)"
+    old = f"SELECT sequence FROM saves WHERE finished < ? AND {removable} ORDER BY finished LIMIT ?"
+    removed = database.execute(f"DELETE FROM saves WHERE sequence IN ({old})", [ended_before, limit]).rowcount
+    surplus = min(max(0, excess - removed), limit - removed)
+    oldest = f"SELECT sequence FROM saves WHERE {removable} ORDER BY sequence LIMIT ?"
+    removed += database.execute(f"DELETE FROM saves WHERE sequence IN ({oldest})", [surplus]).rowcount
+    database.execute("DELETE FROM deleted WHERE at < ?", [ended_before])
+    return removed
+
+
+def _sequence(database: sqlite3.Connection, save_id: str) -> int:
+    query = "SELECT sequence FROM saves WHERE id = ? UNION SELECT sequence FROM deleted WHERE id = ?"
+    row = database.execute(query, [save_id, save_id]).fetchone()
+    if row is None:
+        raise NotFound("after names no save", param="after")
+    return int(row[0])

@@ -1,0 +1,312 @@
+"""From a valid body to a running generation: everything that can refuse a request before the engine hears of it."""
+
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.request import EngineRequest, SamplingParams
+from engine.sampling.prompt_logprobs import prompt_logprobs_bytes
+from engine.saves.bound import largest_file
+from engine.saves.spec import SaveTarget
+from engine.scheduling.limits import saved_rows
+from service.exceptions import Conflict
+from service.http.errors import BadRequest, ModelNotFound
+from service.registry.records import SaveRecord
+from service.requests.choice import Choice
+from service.requests.extraction import (
+    Extraction,
+    check_against_prompt,
+    file_metadata,
+    new_record,
+    new_save_id,
+    resolve_extraction,
+    save_spec,
+)
+from service.requests.generation import Generation
+from service.requests.sampling import sampling_params
+from service.saves.deletion import delete_save
+from service.saves.life import LiveSave
+from service.saves.space import Need
+from service.saves.targets import ClaimedTarget
+from service.schemas.chat import ChatRequest
+from service.schemas.fields import shown
+from service.schemas.generation import GenerationRequest
+from service.schemas.transfer import PREFIX
+from service.services import Services
+from service.text.choice_text import ChoiceText, Echo, chat_logprobs, echo_of, logprobs_object
+from service.text.prompts import PreparedPrompt, prepare_prompts
+from service.text.stream import StopStrings
+
+REUSABLE = frozenset({"failed", "cancelled", "expired"})
+"""Saves that left nothing: their key may be used again."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A body that has been checked against the model; nothing is held for it yet."""
+
+    body: GenerationRequest
+    request_id: str
+    extraction: Extraction | None
+    prompts: list[PreparedPrompt]
+    echoes: list[Echo | None]
+    body_hash: str | None
+    owner: str | None
+    """Whom the request's API key stands for."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.body.n
+
+    @property
+    def idempotency_key(self) -> str | None:
+        return None if self.extraction is None else self.extraction.params.idempotency_key
+
+    @property
+    def wait(self) -> object:
+        """true where nothing is saved: then there is only the text to wait for."""
+        return True if self.extraction is None else self.extraction.params.wait
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The saves of an earlier request with the same idempotency key and body, by choice."""
+
+    records: tuple[SaveRecord, ...]
+
+
+async def make_plan(
+    services: Services,
+    body: GenerationRequest,
+    request_id: str,
+    raw_body: Any,  # noqa: ANN401 - any JSON value
+    owner: str | None,
+) -> Plan:
+    """Tokenizes and checks. Raises `ServiceError` or `InvalidRequest`."""
+    check_model(services, body.model)
+    _check_tokenizer(services, body)
+    extraction = resolve_extraction(body, services.settings.extract_by_default, services.default_layers, services.info)
+    include_last_token = extraction is not None and extraction.params.include_last_token
+    _check_count(body.num_prompts * body.n, services.settings.max_queued)
+    prompts = await prepare_prompts(body, services.prompt_maker, include_last_token)
+    _check_prompt_logprobs(services, body, prompts)
+    if extraction is not None:
+        _check_wait(extraction, body)
+        for prompt in prompts:
+            check_against_prompt(extraction, body, prompt)
+    echoes = await asyncio.to_thread(_echoes, services, prompts) if body.echoes_prompt else _no_echoes(prompts)
+    has_key = extraction is not None and extraction.params.idempotency_key is not None
+    return Plan(body, request_id, extraction, prompts, echoes, _body_hash(raw_body) if has_key else None, owner)
+
+
+def _echoes(services: Services, prompts: list[PreparedPrompt]) -> list[Echo | None]:
+    return [echo_of(services.tokenizer, prompt.token_ids, prompt.text) for prompt in prompts]
+
+
+def _no_echoes(prompts: list[PreparedPrompt]) -> list[Echo | None]:
+    return [None for _ in prompts]
+
+
+def check_model(services: Services, model: str | None) -> None:
+    """Raises `ModelNotFound` for any other name than the served one."""
+    if model is not None and model != services.identity.name:
+        raise ModelNotFound(f"the model {shown(model)} is not served here, only {services.identity.name!r} is", param="model")
+
+
+def _check_tokenizer(services: Services, body: GenerationRequest) -> None:
+    if services.tokenizer is None and body.stop:
+        raise BadRequest("this model has no tokenizer: use stop_token_ids instead of stop", param="stop")
+
+
+def _check_count(num_choices: int, max_queued: int) -> None:
+    if num_choices > max_queued:
+        raise BadRequest(f"prompt and n ask for {num_choices} choices, at most {max_queued} can be queued", param="n")
+
+
+def _check_prompt_logprobs(services: Services, body: GenerationRequest, prompts: list[PreparedPrompt]) -> None:
+    """All choices are submitted together: what can never fit isn't told to come again."""
+    vocab_size, bound = services.info.model.vocab_size, services.settings.prompt_logprobs_memory
+    needed = body.n * sum(
+        prompt_logprobs_bytes(len(prompt.token_ids), sampling_params(body, prompt.max_tokens, 0), vocab_size) for prompt in prompts
+    )
+    if needed > bound:
+        echoed = f"the echoed prompts of {body.n * len(prompts)} choices"
+        raise BadRequest(f"logprobs {body.num_logprobs} of {echoed} take {needed} bytes, at most {bound} can be kept", param="logprobs")
+
+
+def _check_wait(extraction: Extraction, body: GenerationRequest) -> None:
+    if extraction.params.wait == "accepted" and body.stream:
+        raise InvalidRequest(f'{PREFIX}.wait "accepted" can\'t be streamed', f"{PREFIX}.wait")
+
+
+def _body_hash(raw_body: Any) -> str:  # noqa: ANN401 - any JSON value
+    canonical = json.dumps(raw_body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+async def admit(services: Services, plan: Plan) -> Generation | Replay:
+    """Starts a plan: claims its files, inserts its records, submits it; or finds that all that has been done before.
+
+    Raises `ServiceError` or an `EngineError`; nothing is held and no record is left then. A caller that is cancelled meanwhile
+    doesn't leave half of it behind: the admission goes on to its end and is given up there.
+    """
+    admission = asyncio.get_running_loop().create_task(_admit(services, plan))
+    services.keep(admission)
+    try:
+        return await asyncio.shield(admission)
+    except asyncio.CancelledError:
+        admission.add_done_callback(_give_up)
+        raise
+
+
+def _give_up(admission: "asyncio.Task[Generation | Replay]") -> None:
+    if not admission.cancelled() and admission.exception() is None and isinstance(started := admission.result(), Generation):
+        started.close("aborted")
+
+
+async def _admit(services: Services, plan: Plan) -> Generation | Replay:
+    if plan.idempotency_key is None:
+        return await _start(services, plan)
+    async with services.idempotent_admission:
+        earlier = await _earlier(services, plan, plan.idempotency_key)
+        return Replay(earlier) if earlier else await _start(services, plan)
+
+
+async def _earlier(services: Services, plan: Plan, key: str) -> tuple[SaveRecord, ...]:
+    records = await asyncio.wrap_future(services.registry.find_idempotent(plan.owner, key))
+    if any(record.status in REUSABLE for record in records):
+        # A crash may have left one choice of a request completed and another not: its file goes too, since all are computed again.
+        await asyncio.gather(*(delete_save(services, record) for record in records if record.ended))
+        records = tuple(record for record in records if not record.ended)
+        if records:
+            raise Conflict("a request with this idempotency key is just ending", param=f"{PREFIX}.idempotency_key")
+    if records and records[0].body_hash != plan.body_hash:
+        raise Conflict("the idempotency key was used with another body", param=f"{PREFIX}.idempotency_key", code="idempotency_key_reused")
+    return records
+
+
+async def _start(services: Services, plan: Plan) -> Generation:
+    saves = await _open_saves(services, plan)
+    submitted = False
+    try:
+        generation = _generation(services, plan, saves)
+        submitted = True
+        generation.submit()
+    except BaseException as error:
+        if not submitted:
+            _abandon([save.spec.target for save in saves])
+        await services.saver.withdraw(saves)
+        raise _with_prefix(error)  # noqa: B904 - mostly the same error
+    return generation
+
+
+def _with_prefix(error: BaseException) -> BaseException:
+    """The engine doesn't know that clients write these fields in an object."""
+    if isinstance(error, InvalidRequest) and error.param in ("layers", "positions"):
+        return InvalidRequest(str(error), f"{PREFIX}.{error.param}")
+    return error
+
+
+async def _open_saves(services: Services, plan: Plan) -> list[LiveSave]:
+    """Claims the targets and commits the records, of all choices or of none."""
+    extraction = plan.extraction
+    if extraction is None:
+        return []
+    ids = [new_save_id() for _ in range(plan.num_choices)]
+    targets = await asyncio.to_thread(_claim_all, services, plan, extraction, ids)
+    saves = [_live_save(services, plan, extraction, index, ids[index], target) for index, target in enumerate(targets)]
+    try:
+        needs = [_need(services, plan, index, save, targets[index]) for index, save in enumerate(saves)]
+        await services.space.reserve(needs, services.engine.save_bytes_written)
+        await services.saver.insert(saves)
+    except BaseException:
+        for save in saves:
+            services.space.release(save.id)
+        _abandon(targets)
+        raise
+    return saves
+
+
+def _need(services: Services, plan: Plan, index: int, save: LiveSave, target: ClaimedTarget) -> Need:
+    """The most that the choice's file can take."""
+    prompt = plan.prompts[index // plan.body.n]
+    request = EngineRequest(save.id, prompt.token_ids, SamplingParams(max_tokens=prompt.max_tokens), save.spec)
+    _, most_rows = saved_rows(request)
+    return Need(save.id, target.directory_fd, largest_file(save.spec, services.info.model.hidden_size, most_rows))
+
+
+def _claim_all(services: Services, plan: Plan, extraction: Extraction, ids: list[str]) -> list[ClaimedTarget]:
+    params = extraction.params
+    targets: list[ClaimedTarget] = []
+    try:
+        for save_id in ids:
+            target = services.targets.claim(
+                params.hidden_states_path, save_id, replace=params.on_conflict == "replace", directory_only=len(ids) > 1
+            )
+            targets.append(target)
+    except BaseException:
+        _abandon(targets)
+        raise
+    return targets
+
+
+def _abandon(targets: Sequence[SaveTarget]) -> None:
+    for target in targets:
+        target.abandoned()
+
+
+def _live_save(services: Services, plan: Plan, extraction: Extraction, index: int, save_id: str, target: ClaimedTarget) -> LiveSave:
+    metadata = file_metadata(extraction, services.info, services.identity, plan.request_id)
+    record = new_record(extraction, save_id, target.path, plan.request_id, services.identity.name, index, plan.body_hash, plan.owner)
+    if record.ttl_seconds is None:
+        record = replace(record, ttl_seconds=services.settings.ttl_seconds)
+    if _keeps_output(plan):
+        record = replace(record, output={})
+    spec = save_spec(extraction, save_id, target, metadata)
+    held = _keeps_output(plan) or _all_or_nothing(plan)
+    return LiveSave(record, spec, services.roots.to_client(target.path), held)
+
+
+def _keeps_output(plan: Plan) -> bool:
+    """Whether somebody may ask the record for the text."""
+    return plan.wait == "accepted" or plan.idempotency_key is not None
+
+
+def _all_or_nothing(plan: Plan) -> bool:
+    return plan.num_choices > 1 and not plan.body.stream and plan.wait != "accepted"
+
+
+def _generation(services: Services, plan: Plan, saves: list[LiveSave]) -> Generation:
+    choices = [_choice(services, plan, index, saves[index] if saves else None) for index in range(plan.num_choices)]
+    return Generation(
+        services,
+        choices,
+        request_id=plan.request_id,
+        keeps_output=_keeps_output(plan),
+        keeps_results=_keeps_output(plan) or not plan.body.stream,
+        all_or_nothing=_all_or_nothing(plan),
+    )
+
+
+def _choice(services: Services, plan: Plan, index: int, save: LiveSave | None) -> Choice:
+    body, which = plan.body, index // plan.body.n
+    prompt, tokenizer = plan.prompts[which], services.tokenizer
+    checker = StopStrings(tokenizer, body.stop, context=prompt.token_ids) if tokenizer is not None and body.stop else None
+    request = EngineRequest(
+        request_id=uuid.uuid4().hex,
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling_params(body, prompt.max_tokens, index % body.n),
+        save=None if save is None else save.spec,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        stop_checker=checker,
+        client_request_id=plan.request_id,
+    )
+    text = ChoiceText(tokenizer, body.stop, prompt.token_ids)
+    report = chat_logprobs if isinstance(body, ChatRequest) else logprobs_object
+    return Choice(index, prompt, request, save, tokenizer, text, plan.echoes[which], waits_for_save=plan.wait is True, report=report)

@@ -1,0 +1,199 @@
+"""One completion request while it runs: its choices, from submission to the end of the last save."""
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from engine.request import RequestOutput
+from service.engine_events import Collector
+from service.exceptions import ServiceError
+from service.http.errors import as_service_error
+from service.observe.metrics import RequestOutcome
+from service.requests.choice import Choice, Delta, Finished
+from service.saves.life import LiveSave
+from service.services import Services
+
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """Used on the event loop. `close` must be called in the end, whatever happened.
+
+    `keeps_results`: whether anybody asks for a choice as a whole; a stream has sent it in parts.
+    `all_or_nothing`: the saves are completed together, once all of them are published, and all are taken back if one fails.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        choices: list[Choice],
+        *,
+        request_id: str,
+        keeps_output: bool,
+        keeps_results: bool,
+        all_or_nothing: bool,
+    ) -> None:
+        self.choices = choices
+        self.request_id = request_id
+        self.created = int(time.time())
+        self.results = [Finished() for _ in choices]
+        self._services = services
+        self._keeps_output = keeps_output
+        self._keeps_results = keeps_results
+        self._all_or_nothing = all_or_nothing
+        self._collector = Collector()
+        self._started = time.monotonic()
+        self._closed = False
+        self._spans = None if services.tracing is None else services.tracing.of_request(request_id)
+
+    def submit(self) -> None:
+        """Hands all choices to the engine, or none. Raises the engine's refusal; targets of choices not taken over are the caller's."""
+        events, metrics = self._services.events, self._services.metrics
+        submitted = 0
+        try:
+            for choice in self.choices:
+                events.attach(choice.engine_id, partial(self._receive, choice))
+                if choice.save is not None:
+                    self._watch(choice.save, choice)
+                self._services.engine.submit(choice.request)
+                submitted += 1
+        except BaseException:
+            self._withdraw(submitted)
+            raise
+        metrics.admitted(sum(len(choice.prompt.token_ids) for choice in self.choices))
+
+    def _watch(self, save: LiveSave, choice: Choice) -> None:
+        save.engine_id = choice.engine_id
+        save.on_change = partial(self._collector.add_save_change, choice.index)
+        if self._spans is not None:
+            save.on_end = partial(self._spans.save_ended, save)
+
+    def _receive(self, choice: Choice, output: RequestOutput) -> None:
+        self._collector.add(choice.index, output)
+        if self._spans is not None:
+            self._spans.received(choice, output)
+        if self._closed and output.finish_reason is not None:
+            self._services.events.detach(choice.engine_id)
+
+    async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
+        """What is added to the choices, until all of them are done. A choice that fails doesn't end the others."""
+        async for step in self.progress():
+            assert step is not None
+            yield step
+
+    async def progress(self, patience: float | None = None) -> AsyncIterator[tuple[Choice, Delta] | None]:
+        """As `deltas`, with None in between whenever nothing has been added for `patience` seconds."""
+        while not all(choice.done for choice in self.choices):
+            updates = await self._collector.take(patience)
+            if not updates:
+                yield None
+            for index, update in updates.items():
+                choice = self.choices[index]
+                was_done = choice.text_done
+                delta = choice.advance(update)
+                if self._keeps_results:
+                    self.results[index].add(delta)
+                if choice.text_done and not was_done:
+                    self._text_done(choice)
+                yield choice, delta
+
+    async def run(self) -> None:
+        """Computes everything. Raises the first failure, after the other choices have been ended and their files taken back."""
+        async for choice, _ in self.deltas():
+            if choice.error is not None or choice.failure() is not None:
+                await self._fail(choice)
+        failed = [choice for choice in self.choices if choice.failure() is not None]
+        if failed:
+            await self._fail(failed[0])
+        await self._release_all()
+
+    def close(self, outcome: RequestOutcome) -> None:
+        """Ends what still runs and lets everything go. Saves that need not be waited for go on. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for choice in self.choices:
+            if not choice.done:
+                self._services.engine.abort(choice.engine_id)
+            if choice.save is not None and (outcome != "completed" or not choice.done):
+                self._services.saver.revoke(choice.save)
+            if self._spans is None or self._spans.ended(choice):  # else its end is still to be heard of
+                self._services.events.detach(choice.engine_id)
+        self._observe(outcome)
+
+    def usage(self) -> dict[str, Any]:
+        """Prompts count once, however many choices they have."""
+        prompts = {id(choice.prompt): choice for choice in self.choices}
+        prompt_tokens = sum(len(choice.prompt.token_ids) for choice in prompts.values())
+        completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in prompts.values())},
+        }
+
+    def _text_done(self, choice: Choice) -> None:
+        if choice.save is None or choice.error is not None:
+            return
+        if self._keeps_output:
+            self._services.saver.keep_output(choice.save, self.output(choice))
+        if not self._all_or_nothing:
+            self._services.saver.release(choice.save)
+
+    def output(self, choice: Choice) -> dict[str, Any]:
+        """What the record keeps of a choice."""
+        result = self.results[choice.index]
+        known = {"text": result.text, "token_ids": result.token_ids, "finish_reason": choice.finish_reason}
+        return known if result.logprobs is None else known | {"logprobs": result.logprobs}
+
+    async def _fail(self, first: Choice) -> None:
+        """Ends all choices, waits until nothing of their saves is left, and raises what went wrong with the first."""
+        saver = self._services.saver
+        for choice in self.choices:
+            if not choice.text_done or not choice.save_settled:
+                self._services.engine.abort(choice.engine_id)
+            if choice.save is not None:
+                saver.revoke(choice.save)
+        await self._saves_ended()
+        raise first.failure() or as_service_error(RuntimeError("a choice failed without a reason"))
+
+    async def _release_all(self) -> None:
+        """Completes the saves that were held back for each other."""
+        if not self._all_or_nothing:
+            return
+        for choice in self.choices:
+            if choice.save is not None:
+                self._services.saver.release(choice.save)
+        if any(choice.waits_for_save for choice in self.choices):
+            await self._saves_ended()
+            failures: list[ServiceError] = [failure for choice in self.choices if (failure := choice.failure()) is not None]
+            if failures:
+                raise failures[0]
+
+    async def _saves_ended(self) -> None:
+        while not all(choice.save is None or choice.save.ended for choice in self.choices):
+            for index, update in (await self._collector.take()).items():
+                self.choices[index].advance(update)
+
+    def _withdraw(self, submitted: int) -> None:
+        for choice in self.choices:
+            self._services.events.detach(choice.engine_id)
+        for choice in self.choices[:submitted]:
+            self._services.engine.abort(choice.engine_id)
+        for choice in self.choices[submitted:]:
+            if choice.save is not None:
+                choice.save.spec.target.abandoned()
+
+    def _observe(self, outcome: RequestOutcome) -> None:
+        metrics = self._services.metrics
+        metrics.request_ended(outcome, time.monotonic() - self._started)
+        for choice in self.choices:
+            metrics.generated(len(choice.token_ids))
+            if choice.first_token_at is None or choice.last_token_at is None:
+                continue
+            metrics.first_token(choice.first_token_at - self._started)
+            if len(choice.token_ids) > 1:
+                metrics.time_per_token((choice.last_token_at - choice.first_token_at) / (len(choice.token_ids) - 1))

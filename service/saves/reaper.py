@@ -1,0 +1,227 @@
+"""What goes by itself: files whose time is over, records that are too old, what crashes have left, and files that clients have removed."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.saves.lock import LOCK_SUFFIX
+from service.exceptions import ServiceError
+from service.registry.records import SaveRecord
+from service.registry.registry import Registry
+from service.saves.files import is_saved_file, open_directory, remove_saved
+from service.saves.orphans import clean_parts, remove_unlocked
+from service.saves.paths.directories import status_of
+from service.saves.paths.roots import SaveRoots
+from service.saves.space import Space
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+"""How late a file may expire."""
+SWEEP_SECONDS = 600.0
+ORPHANS_SECONDS = 3600.0
+DAY_SECONDS = 86400.0
+"""What nobody has claimed for so long is an orphan."""
+RETRY_SECONDS = 60.0
+"""After a file that has expired could not be removed."""
+PAGE = 500
+PURGED_AT_ONCE = 10_000
+REST = 3.0
+"""A sweep that requests ask for begins so many times the last one's duration after its end: however many ask, a quarter of the time at most
+goes into it. They wait for it."""
+
+
+@dataclass
+class _Job:
+    work: Callable[[], Awaitable[object]]
+    every_seconds: float
+    due: float = 0.0
+
+
+@dataclass
+class Reaper:
+    """`run` until `close`. All methods are called on the event loop."""
+
+    registry: Registry
+    roots: SaveRoots
+    space: Space
+    lock_files: bool
+    now: Callable[[], float] = time.time
+    _closing: asyncio.Event = field(default_factory=asyncio.Event)
+    _sweeping: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _begun: int = 0
+    """Sweeps so far."""
+    _completed: int = 0
+    """The number of the last one that came to its end."""
+    _rested: float = 0.0
+    _retry_at: dict[str, float] = field(default_factory=dict)
+    _running: "asyncio.Task[None] | None" = None
+
+    def start(self) -> None:
+        self._running = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends after what is under way. Idempotent."""
+        self._closing.set()
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def _run(self) -> None:
+        """Does everything at the start and then again and again."""
+        jobs = (
+            _Job(self.expire, TICK_SECONDS),
+            _Job(self.look, TICK_SECONDS),
+            _Job(self.sweep, SWEEP_SECONDS),
+            _Job(self.purge, SWEEP_SECONDS),
+            _Job(self.clean, ORPHANS_SECONDS),
+        )
+        while not self._closing.is_set():
+            for job in jobs:
+                if time.monotonic() >= job.due and not self._closing.is_set():
+                    await self._attempt(job)
+            await self._pause(TICK_SECONDS)
+
+    async def _attempt(self, job: _Job) -> None:
+        try:
+            await job.work()
+        except Exception:  # Whatever it is, the next time may go better, and the other jobs are none the worse for it.
+            log.exception("cleaning up has failed and will be tried again")
+        job.due = time.monotonic() + job.every_seconds
+
+    async def _pause(self, seconds: float) -> None:
+        """Ends early where the service does."""
+        if seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), seconds)
+
+    async def look(self) -> None:
+        await asyncio.to_thread(self.space.look)
+
+    async def expire(self) -> int:
+        """Removes the files whose time is over, lock files too; their records say `expired`. Returns how many."""
+        done = skipped = 0
+        while not self._closing.is_set():
+            records = await asyncio.wrap_future(self.registry.expired(self.now(), skipped, PAGE))
+            due = [record for record in records if self._retry_at.get(record.id, 0.0) <= time.monotonic()]
+            removed = await asyncio.to_thread(self._remove_all, due)
+            await asyncio.gather(*(asyncio.wrap_future(self.registry.update(save_id, status="expired")) for save_id in removed))
+            done += len(removed)
+            skipped += len(records) - len(removed)
+            if len(records) < PAGE:
+                break
+        return done
+
+    def _remove_all(self, records: Sequence[SaveRecord]) -> list[str]:
+        return [record.id for record in records if self._remove(record)]
+
+    def _remove(self, record: SaveRecord) -> bool:
+        try:
+            remove_saved(self.roots, record, lock_files=self.lock_files)
+        except (OSError, ServiceError) as error:
+            log.warning("the file of a save has expired but can't be removed: %s", error, extra={"fields": record.log_fields})
+            self._retry_at[record.id] = time.monotonic() + RETRY_SECONDS
+            return False
+        self._retry_at.pop(record.id, None)
+        return True
+
+    async def recount(self) -> None:
+        """Returns after a sweep that began later than the call: all room that clients had made by then has been seen.
+
+        Those who ask at the same time share a sweep.
+        """
+        asked_after = self._begun
+        await self.expire()
+        async with self._sweeping:
+            if self._completed <= asked_after:
+                await self._pause(self._rested - time.monotonic())
+                await self._sweep()
+
+    async def sweep(self) -> None:
+        """Looks at the file of every completed save: those that clients have moved or deleted don't count any more."""
+        async with self._sweeping:
+            await self._sweep()
+
+    async def _sweep(self) -> None:
+        started, after = time.monotonic(), 0
+        self._begun += 1
+        while not self._closing.is_set():
+            records, after = await asyncio.wrap_future(self.registry.completed(after, PAGE))
+            changes = await asyncio.to_thread(self._look_at, records)
+            updates = (self.registry.update(save_id, gone=gone) for save_id, gone in changes.items())
+            await asyncio.gather(*(asyncio.wrap_future(update) for update in updates))
+            if len(records) < PAGE:
+                break
+        self._completed = self._begun
+        ended = time.monotonic()
+        self._rested = ended + REST * (ended - started)
+
+    def _look_at(self, records: Sequence[SaveRecord]) -> dict[str, float | None]:
+        """What has changed: when a file was found to be gone, None for one that is there again."""
+        changes: dict[str, float | None] = {}
+        with _Directories(self.roots) as directories:
+            for record in records:
+                try:
+                    there = self._is_there(directories.open(record), record)
+                except (OSError, ServiceError) as error:
+                    log.debug("the file of a save can't be looked at: %s", error, extra={"fields": record.log_fields})
+                    continue
+                if there is (record.gone is not None):
+                    changes[record.id] = None if there else self.now()
+        return changes
+
+    def _is_there(self, directory_fd: int | None, record: SaveRecord) -> bool:
+        if directory_fd is None:
+            return False
+        name = record.hidden_states_path.rpartition("/")[2]
+        status = status_of(directory_fd, name)
+        if status is None and self.lock_files:
+            # The client has taken the file and forgotten the lock file.
+            remove_unlocked(directory_fd, name + LOCK_SUFFIX, changed_before=self.now() - DAY_SECONDS)
+        return is_saved_file(status, record)
+
+    async def purge(self) -> None:
+        """Removes the records that are too old or too many."""
+        while await asyncio.wrap_future(self.registry.purge(self.now(), PURGED_AT_ONCE)) == PURGED_AT_ONCE and not self._closing.is_set():
+            pass
+
+    async def clean(self) -> None:
+        """Removes temporary files that nobody has written to for a day, and our own lock files that nobody holds and that have no file: a
+        writer of any service holds a lock on its own.
+        """
+        owner, stop = self.registry.service_id, self._closing.is_set
+        removed = await asyncio.to_thread(clean_parts, self.roots, min_age_seconds=DAY_SECONDS, owner=owner, stop=stop)
+        if removed:
+            log.info("removed %d temporary files and lock files that nobody uses any more", removed)
+
+
+class _Directories:
+    """The directory of the record before stays open: saves that follow each other mostly share one."""
+
+    def __init__(self, roots: SaveRoots) -> None:
+        self._roots = roots
+        self._path: str | None = None
+        self._fd: int | None = None
+
+    def __enter__(self) -> "_Directories":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def open(self, record: SaveRecord) -> int | None:
+        """The descriptor of the file's directory; None where that has gone. Raises `ServiceError`."""
+        path = record.hidden_states_path.rpartition("/")[0]
+        if path != self._path:
+            self._close()
+            self._fd = open_directory(self._roots, record)
+            self._path = path
+        return self._fd
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = self._path = None

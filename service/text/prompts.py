@@ -1,0 +1,132 @@
+"""From the prompts of a body to token ids that fit the model."""
+
+import asyncio
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequest
+from service.http.errors import BadRequest
+from service.schemas.chat import ChatRequest
+from service.schemas.completions import CompletionRequest, Prompt
+from service.schemas.generation import GenerationRequest
+from service.schemas.messages import MessagesRequest
+from service.text.chat_templates import ChatTemplates, Conversation
+from service.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """One prompt as the engine gets it."""
+
+    token_ids: list[int]
+    text: str | None
+    """The client's own text, where all of it was kept."""
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model can take."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class PromptMaker:
+    """Turns what clients send into token ids. Everything here takes a while and runs off the event loop."""
+
+    tokenizer: Tokenizer | None
+    templates: ChatTemplates
+    limits: Limits
+
+    def text(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer: prompt must be token ids", "prompt")
+        return self._checked("prompt", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def messages(self, body: MessagesRequest) -> list[int]:
+        """Raises `InvalidRequest` with the template's own words where it refuses the messages."""
+        if self.tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer, so it takes no messages", "messages")
+        text = self.templates.render(_conversation(body))
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        begun = bool(ids) and ids[0] == self.tokenizer.bos_id
+        if body.add_special_tokens and not begun:  # a template that writes the begin token has done all of it
+            ids = self.tokenizer.encode(text, add_special_tokens=True)
+        return self._checked("messages", ids)
+
+    def _checked(self, param: str, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise InvalidRequest(f"{param} must not be empty: it has no tokens", param)
+        check_token_ids(param, token_ids, self.limits.vocab_size)
+        return token_ids
+
+
+def _conversation(body: MessagesRequest) -> Conversation:
+    return Conversation(
+        messages=body.messages,
+        tools=body.tools,
+        documents=body.documents,
+        arguments=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+
+
+async def prepare_prompts(body: GenerationRequest, maker: PromptMaker, include_last_token: bool) -> list[PreparedPrompt]:
+    """Tokenizes on a thread, cuts and checks. Raises `InvalidRequest` for a prompt that is empty, out of the vocabulary or too long."""
+    check_token_ids("stop_token_ids", body.stop_token_ids, maker.limits.vocab_size)
+    check_token_ids("logit_bias", list(body.logit_bias), maker.limits.vocab_size)
+    if isinstance(body, CompletionRequest) and not any(isinstance(prompt, str) for prompt in body.prompts):
+        return _prepare_all(body, maker, include_last_token)
+    return await asyncio.to_thread(_prepare_all, body, maker, include_last_token)
+
+
+def _prepare_all(body: GenerationRequest, maker: PromptMaker, include_last_token: bool) -> list[PreparedPrompt]:
+    if isinstance(body, ChatRequest):
+        return [_fitted(maker.messages(body), None, body, maker.limits, include_last_token)]
+    assert isinstance(body, CompletionRequest)
+    return [_prepare(prompt, body, maker, include_last_token) for prompt in body.prompts]
+
+
+def _prepare(prompt: Prompt, body: CompletionRequest, maker: PromptMaker, include_last_token: bool) -> PreparedPrompt:
+    if isinstance(prompt, str):
+        return _fitted(maker.text(prompt, body.add_special_tokens), prompt, body, maker.limits, include_last_token)
+    check_token_ids("prompt", prompt, maker.limits.vocab_size)
+    return _fitted(prompt, None, body, maker.limits, include_last_token)
+
+
+def _fitted(ids: list[int], text: str | None, body: GenerationRequest, limits: Limits, include_last_token: bool) -> PreparedPrompt:
+    kept = body.cut(ids)
+    default = None if isinstance(body, ChatRequest) else DEFAULT_MAX_TOKENS
+    max_tokens = resolve_max_tokens(body.token_limit, default, len(kept), limits, include_last_token)
+    return PreparedPrompt(kept, text if len(kept) == len(ids) else None, max_tokens)
+
+
+def check_token_ids(param: str, ids: list[int], vocab_size: int) -> None:
+    """Raises `InvalidRequest` naming an id outside the vocabulary and the valid range."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise InvalidRequest(f"{param} holds the token id {wrong}; ids of this model are 0 to {vocab_size - 1}", param)
+
+
+def resolve_max_tokens(asked: int | None, default: int | None, num_prompt_tokens: int, limits: Limits, include_last_token: bool) -> int:
+    """`max_tokens`, or where it is absent the default or what room is left. No default: all the room that is left.
+
+    The positions fed to the model must fit: the prompt, the sampled tokens but the last one, and that one too with
+    `include_last_token`. Raises an error that names both numbers.
+    """
+    last = 1 if include_last_token else 0
+    room = max(limits.max_model_len - num_prompt_tokens + 1 - last, 0)
+    wanted = asked if asked is not None else room if default is None else min(default, room)
+    positions = num_prompt_tokens + (wanted - 1 + last if wanted else 0)
+    if positions <= limits.max_model_len:
+        return wanted
+    parts = f"{num_prompt_tokens} of the prompt" + (
+        f" and {positions - num_prompt_tokens} generated" if positions > num_prompt_tokens else ""
+    )
+    message = f"the request needs {positions} positions ({parts}), the context length is {limits.max_model_len}"
+    param = "prompt" if num_prompt_tokens > limits.max_model_len else "max_tokens"
+    raise BadRequest(message, param=param, code="context_length_exceeded")
