@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from service.exceptions import ServiceError
+from service.errors import ServiceError
 from service.http.errors import Busy, HeadTooLarge, MalformedRequest, TooSlow, error_response, status_of
 from service.http.limits import HttpLimits
 

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest, QueueFull, RequestAborted, SaveError
-from service.exceptions import ServiceError
+from service.errors import ServiceError
 from service.observe.metrics import Metrics
 from service.schemas.fields import shown
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from service.exceptions import DiskFull, ServiceError, Unavailable
+from service.errors import DiskFull, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.exceptions import NotFound
+from service.errors import NotFound
 from service.registry.records import FIELDS, PREDECESSORS, IdempotencyKeyTaken, SaveRecord, SaveStatus, from_row, to_column
 
 CHANGEABLE = frozenset(FIELDS) - {"id", "created", "owner", "idempotency_key", "body_hash", "choice"}

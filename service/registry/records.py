@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from engine.layers import LayerId
-from service.exceptions import Conflict
+from service.errors import Conflict
 
 SaveStatus = Literal["queued", "running", "writing", "completed", "failed", "cancelled", "expired"]
 

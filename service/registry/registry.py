@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Durability
-from service.exceptions import Unavailable
+from service.errors import Unavailable
 from service.registry import queries
 from service.registry.commits import CommitThread, settle
 from service.registry.database import StateDirectory, open_database

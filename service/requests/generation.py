@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.request import RequestOutput
 from service.engine_events import Collector
-from service.exceptions import ServiceError
+from service.errors import ServiceError
 from service.http.errors import as_service_error
 from service.observe.metrics import RequestOutcome
 from service.requests.choice import Choice, Delta, Finished

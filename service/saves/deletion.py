@@ -2,7 +2,7 @@
 
 import asyncio
 
-from service.exceptions import ServiceError
+from service.errors import ServiceError
 from service.registry.records import SaveRecord
 from service.saves.files import remove_saved
 from service.services import Services

@@ -15,7 +15,7 @@ import stat
 from engine.errors import SaveError
 from engine.saves.lock import LOCK_SUFFIX
 from engine.saves.publish import publish_file
-from service.exceptions import Gone, ServiceError, from_os_error
+from service.errors import Gone, ServiceError, from_os_error
 from service.registry.records import SaveRecord
 from service.saves.orphans import part_name, remove_unlocked
 from service.saves.paths.directories import status_of

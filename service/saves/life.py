@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from engine.errors import SaveError
 from engine.saves.spec import SavedFile, SaveEvent, SaveSpec
-from service.exceptions import ServiceError
+from service.errors import ServiceError
 from service.observe.metrics import Metrics
 from service.registry.records import SaveRecord, SaveStatus
 from service.registry.registry import Registry

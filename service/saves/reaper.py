@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.saves.lock import LOCK_SUFFIX
-from service.exceptions import ServiceError
+from service.errors import ServiceError
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
 from service.saves.files import is_saved_file, open_directory, remove_saved

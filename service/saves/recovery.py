@@ -6,7 +6,7 @@ import stat
 from dataclasses import dataclass
 
 from engine.saves.lock import LOCK_SUFFIX, names_file
-from service.exceptions import ServiceError
+from service.errors import ServiceError
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
 from service.saves.orphans import part_name, remove_own_lock, remove_unlocked

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from service.config.units import format_size
-from service.exceptions import DiskFull, from_os_error
+from service.errors import DiskFull, from_os_error
 from service.registry.registry import Registry
 from service.saves.paths.roots import SaveRoots
 

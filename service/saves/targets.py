@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.saves.lock import LOCK_SUFFIX, LockBusy, LockFile
-from service.exceptions import DirectoryVanished, PathConflict, from_os_error
+from service.errors import DirectoryVanished, PathConflict, from_os_error
 from service.observe.logs import request_fields
 from service.saves.paths.directories import status_of
 from service.saves.paths.names import PARAM

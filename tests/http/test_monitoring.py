@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import SaveError
 from engine.saves import builder
-from service.exceptions import ServiceError
+from service.errors import ServiceError
 from service.registry.registry import Registry
 from tests.http.gate import LateStart
 from tests.http.test_operations import metrics_of

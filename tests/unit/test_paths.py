@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.saves.libc import renameat2
-from service.exceptions import NotFound, PathConflict, ServiceError
+from service.errors import NotFound, PathConflict, ServiceError
 from service.saves.paths.roots import SaveRoots
 from service.saves.targets import Targets
 

@@ -17,7 +17,7 @@ import pytest
 
 from engine.config import Durability
 from engine.errors import ConfigError
-from service.exceptions import NotFound, ServiceError, Unavailable
+from service.errors import NotFound, ServiceError, Unavailable
 from service.registry.database import DATABASE, MIGRATIONS
 from service.registry.records import ENDED, IdempotencyKeyTaken, SaveRecord, SaveStatus
 from service.registry.registry import Registry

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.exceptions import DiskFull
+from service.errors import DiskFull
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
 from service.saves.paths.roots import SaveRoots

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.saves.lock import LockFile
-from service.exceptions import PathConflict, ServiceError
+from service.errors import PathConflict, ServiceError
 from service.saves.paths.roots import SaveRoots
 from service.saves.targets import ClaimedTarget, Targets
 

@@ -5,7 +5,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
-from service.exceptions import NotFound
+from service.errors import NotFound
 from service.observe.logs import lines_of_saves
 from service.registry.records import SaveRecord
 from service.runtime import Runtime

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from service.exceptions import Conflict, Gone
+from service.errors import Conflict, Gone
 from service.http.downloads import SavedContent, answer, content_of
 from service.http.routes.dependencies import Owner, ReadServices, own_record
 from service.registry.records import SaveRecord

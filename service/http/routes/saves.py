@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
-from service.exceptions import NotFound
+from service.errors import NotFound
 from service.http.routes.dependencies import Owner, ReadServices, own_record
 from service.registry.records import SaveRecord, SaveStatus
 from service.saves.deletion import delete_save

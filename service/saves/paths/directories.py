@@ -7,7 +7,7 @@ import stat
 from collections.abc import Sequence
 from typing import Self
 
-from service.exceptions import DirectoryVanished, ServiceError, from_os_error
+from service.errors import DirectoryVanished, ServiceError, from_os_error
 from service.saves.paths.names import PARAM, Parts, bad_path, forbidden
 
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from service.exceptions import BadPath, ForbiddenPath
+from service.errors import BadPath, ForbiddenPath
 
 PARAM = "kv_transfer_params.hidden_states_path"
 MAX_FILE_NAME_BYTES = 250

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.saves.lock import probe_flock
 from engine.saves.publish import probe_publishing
-from service.exceptions import BadPath, NotFound, ServiceError
+from service.errors import BadPath, NotFound, ServiceError
 from service.saves.paths.directories import OPEN_DIRECTORY, DirectoryCursor
 from service.saves.paths.names import MAX_PATH_BYTES, PARAM, ClientPathMap, Parts, bad_path, check_names, forbidden, parse
 
