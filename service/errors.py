@@ -1,7 +1,14 @@
-"""Refusals that end as an HTTP error body. Whoever answers a request maps them by their fields, not by their class."""
+"""All errors that end as an HTTP error body. They are mapped by their fields, not by their class (`service/http/errors.py`)."""
 
 import errno
+import logging
 from typing import ClassVar
+
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest, QueueFull, RequestAborted, SaveError
+
+log = logging.getLogger(__name__)
+
+SAVE_STATUS = {"no_space": 507, "conflict": 409, "cancelled": 503}
 
 
 class ServiceError(Exception):
@@ -76,6 +83,125 @@ class Unavailable(ServiceError):
 class DiskFull(ServiceError):
     status = 507
     default_code = "no_space"
+
+
+class BadRequest(ServiceError):
+    """A value that the client must change."""
+
+    status = 400
+    default_code = "invalid_value"
+    type = "invalid_request_error"
+
+
+class ModelNotFound(ServiceError):
+    status = 404
+    default_code = "model_not_found"
+    type = "invalid_request_error"
+
+
+class PreconditionFailed(ServiceError):
+    """What the request's If-Match or If-Unmodified-Since asks for is not so."""
+
+    status = 412
+    default_code = "precondition_failed"
+    type = "invalid_request_error"
+
+
+class RangeNotSatisfiable(ServiceError):
+    """A range that begins behind the end of the file."""
+
+    status = 416
+    default_code = "range_not_satisfiable"
+    type = "invalid_request_error"
+
+
+class Busy(ServiceError):
+    """The queue is full; the same request may work a moment later."""
+
+    status = 429
+    default_code = "queue_full"
+    type = "rate_limit_error"
+
+
+class Unauthorized(ServiceError):
+    """No API key, or one that isn't known."""
+
+    status = 401
+    default_code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class MalformedRequest(ServiceError):
+    """Bytes that are not HTTP."""
+
+    status = 400
+    default_code = "invalid_http"
+    type = "invalid_request_error"
+
+
+class TooSlow(ServiceError):
+    """A client that takes too long to send what it has begun."""
+
+    status = 408
+    default_code = "too_slow"
+    type = "invalid_request_error"
+
+
+class HeadTooLarge(ServiceError):
+    """More headers than any client of ours needs."""
+
+    status = 431
+    default_code = "headers_too_large"
+    type = "invalid_request_error"
+
+
+class ComputationError(ServiceError):
+    """A request that was not completed; `save_id` names the save that has gone with it."""
+
+    save_id: str | None = None
+
+
+class NotServing(ComputationError):
+    """Starting, draining or dead."""
+
+    status = 503
+    default_code = "unavailable"
+
+
+class GenerationFailed(ComputationError):
+    """The engine failed while this request ran."""
+
+    default_code = "engine_error"
+
+
+class SaveFailed(ComputationError):
+    """A save of this request failed; the record says the same."""
+
+    def __init__(self, save_id: str | None, error: SaveError) -> None:
+        super().__init__(f"the hidden states could not be saved: {error}", param="kv_transfer_params", code=error.code)
+        self.save_id = save_id
+        self.http_status = SAVE_STATUS.get(error.code, 500)
+
+
+def as_service_error(error: BaseException) -> ServiceError:
+    """Any exception as what a client may hear of it; an unexpected one is logged and told nothing of."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return BadRequest(str(error), param=error.param)
+    if isinstance(error, QueueFull):
+        return Busy(str(error) or "too many requests are waiting")
+    if isinstance(error, EngineUnavailable | RequestAborted):
+        return NotServing(str(error) or "the engine takes no requests")
+    if isinstance(error, EngineError):
+        log.error("the engine failed a request: %s", error)
+        return GenerationFailed("the engine failed while the request ran; the server's log has the details")
+    log.error("a request failed", exc_info=error)
+    return ServiceError("the server failed to answer; its log has the details")
+
+
+def status_of(error: ServiceError) -> int:
+    return error.http_status if isinstance(error, SaveFailed) else error.status
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMLINK)

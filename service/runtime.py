@@ -18,11 +18,10 @@ from engine.stats import EngineListener
 from service.config.settings import Settings, engine_config
 from service.config.units import format_size
 from service.engine_events import EngineEvents
-from service.http.errors import NotServing
+from service.errors import NotServing
 from service.observe.metrics import Metrics
 from service.observe.tracing import start_tracing
 from service.registry.registry import Registry
-from service.requests.extraction import ModelIdentity
 from service.saves.life import Saver
 from service.saves.orphans import clean_parts
 from service.saves.paths.roots import SaveRoots
@@ -30,7 +29,7 @@ from service.saves.reaper import Reaper
 from service.saves.recovery import recover
 from service.saves.space import Space
 from service.saves.targets import Targets
-from service.services import Services
+from service.services import ModelIdentity, Services
 from service.text.chat_templates import ChatTemplates
 from service.text.tokenizer import Tokenizer, TokenizerMissing
 

@@ -14,7 +14,6 @@ from service.engine_events import EngineEvents
 from service.observe.metrics import Metrics
 from service.observe.tracing import Tracing
 from service.registry.registry import Registry
-from service.requests.extraction import ModelIdentity
 from service.saves.life import Saver
 from service.saves.paths.roots import SaveRoots
 from service.saves.space import Space
@@ -24,6 +23,14 @@ from service.text.prompts import Limits, PromptMaker
 from service.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What answers and files call the model."""
+
+    name: str
+    revision: str
 
 
 @dataclass(frozen=True)

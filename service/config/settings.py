@@ -22,8 +22,7 @@ from engine.config import AttentionName, Checksum, Durability, EngineConfig, Swi
 from engine.layers import LayerId
 from engine.models.packaged import SMOLLM2_135M
 from engine.models.prepared import user_data_directory
-from service.config.units import parse_duration, parse_size
-from service.registry.records import MAX_TTL_SECONDS
+from service.config.units import MAX_TTL_SECONDS, parse_duration, parse_size
 
 ENV_PREFIX = "STRATA_"
 LogLevel = Literal["debug", "info", "warning", "error"]

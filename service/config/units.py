@@ -15,6 +15,8 @@ UNITS = {
     "tb": 10**12,
 }
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+MAX_TTL_SECONDS = 100 * 366 * 86400
+"""A century; dates end with the year 9999."""
 PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 

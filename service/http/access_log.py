@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.auth import key_name
-from service.http.middleware import OPEN_PATHS
+from service.observe.probes import PROBE_PATHS
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+            level = logging.DEBUG if scope["path"] in PROBE_PATHS else logging.INFO
             if log.isEnabledFor(level):
                 log.log(level, "answered", extra={"fields": _fields(scope, answer, time.perf_counter() - started)})
 

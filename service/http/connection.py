@@ -14,8 +14,8 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from service.errors import ServiceError
-from service.http.errors import Busy, HeadTooLarge, MalformedRequest, TooSlow, error_response, status_of
+from service.errors import Busy, HeadTooLarge, MalformedRequest, ServiceError, TooSlow, status_of
+from service.http.errors import error_response
 from service.http.limits import HttpLimits
 
 log = logging.getLogger(__name__)

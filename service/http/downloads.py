@@ -11,7 +11,8 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.http.errors import PreconditionFailed, RangeNotSatisfiable, error_response
+from service.errors import PreconditionFailed, RangeNotSatisfiable
+from service.http.errors import error_response
 from service.http.ranges import Span, Unsatisfiable, Validators, failed_precondition, requested_span
 from service.registry.records import SaveRecord
 

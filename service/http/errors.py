@@ -9,8 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from engine.errors import EngineError, EngineUnavailable, InvalidRequest, QueueFull, RequestAborted, SaveError
-from service.errors import ServiceError
+from engine.errors import EngineError
+from service.errors import BadRequest, Busy, ComputationError, ServiceError, Unauthorized, as_service_error, status_of
 from service.observe.metrics import Metrics
 from service.schemas.fields import shown
 
@@ -25,126 +25,6 @@ HTTP_CODES = {
     413: "body_too_large",
     429: "too_many_requests",
 }
-SAVE_STATUS = {"no_space": 507, "conflict": 409, "cancelled": 503}
-
-
-class BadRequest(ServiceError):
-    """A value that the client must change."""
-
-    status = 400
-    default_code = "invalid_value"
-    type = "invalid_request_error"
-
-
-class ModelNotFound(ServiceError):
-    status = 404
-    default_code = "model_not_found"
-    type = "invalid_request_error"
-
-
-class PreconditionFailed(ServiceError):
-    """What the request's If-Match or If-Unmodified-Since asks for is not so."""
-
-    status = 412
-    default_code = "precondition_failed"
-    type = "invalid_request_error"
-
-
-class RangeNotSatisfiable(ServiceError):
-    """A range that begins behind the end of the file."""
-
-    status = 416
-    default_code = "range_not_satisfiable"
-    type = "invalid_request_error"
-
-
-class Busy(ServiceError):
-    """The queue is full; the same request may work a moment later."""
-
-    status = 429
-    default_code = "queue_full"
-    type = "rate_limit_error"
-
-
-class Unauthorized(ServiceError):
-    """No API key, or one that isn't known."""
-
-    status = 401
-    default_code = "invalid_api_key"
-    type = "authentication_error"
-
-
-class MalformedRequest(ServiceError):
-    """Bytes that are not HTTP."""
-
-    status = 400
-    default_code = "invalid_http"
-    type = "invalid_request_error"
-
-
-class TooSlow(ServiceError):
-    """A client that takes too long to send what it has begun."""
-
-    status = 408
-    default_code = "too_slow"
-    type = "invalid_request_error"
-
-
-class HeadTooLarge(ServiceError):
-    """More headers than any client of ours needs."""
-
-    status = 431
-    default_code = "headers_too_large"
-    type = "invalid_request_error"
-
-
-class ComputationError(ServiceError):
-    """A request that was not completed; `save_id` names the save that has gone with it."""
-
-    save_id: str | None = None
-
-
-class NotServing(ComputationError):
-    """Starting, draining or dead."""
-
-    status = 503
-    default_code = "unavailable"
-
-
-class GenerationFailed(ComputationError):
-    """The engine failed while this request ran."""
-
-    default_code = "engine_error"
-
-
-class SaveFailed(ComputationError):
-    """A save of this request failed; the record says the same."""
-
-    def __init__(self, save_id: str | None, error: SaveError) -> None:
-        super().__init__(f"the hidden states could not be saved: {error}", param="kv_transfer_params", code=error.code)
-        self.save_id = save_id
-        self.http_status = SAVE_STATUS.get(error.code, 500)
-
-
-def as_service_error(error: BaseException) -> ServiceError:
-    """Any exception as what a client may hear of it; an unexpected one is logged and told nothing of."""
-    if isinstance(error, ServiceError):
-        return error
-    if isinstance(error, InvalidRequest):
-        return BadRequest(str(error), param=error.param)
-    if isinstance(error, QueueFull):
-        return Busy(str(error) or "too many requests are waiting")
-    if isinstance(error, EngineUnavailable | RequestAborted):
-        return NotServing(str(error) or "the engine takes no requests")
-    if isinstance(error, EngineError):
-        log.error("the engine failed a request: %s", error)
-        return GenerationFailed("the engine failed while the request ran; the server's log has the details")
-    log.error("a request failed", exc_info=error)
-    return ServiceError("the server failed to answer; its log has the details")
-
-
-def status_of(error: ServiceError) -> int:
-    return error.http_status if isinstance(error, SaveFailed) else error.status
 
 
 def error_body(error: ServiceError) -> dict[str, Any]:

@@ -10,14 +10,15 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.errors import Busy, HeadTooLarge, Unauthorized, as_service_error
 from service.http.auth import ApiKeys
-from service.http.errors import RETRY_AFTER_SECONDS, Busy, HeadTooLarge, Unauthorized, as_service_error, error_response, http_response
+from service.http.errors import RETRY_AFTER_SECONDS, error_response, http_response
 from service.http.limits import HttpLimits
 from service.observe.logs import lines_of_request
 from service.observe.metrics import Metrics
+from service.observe.probes import PROBE_PATHS
 from service.schemas.generation import REQUEST_ID_PATTERN
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", "/version"})
 """What needs no key and is answered however busy the service is."""
 HEADER = b"x-request-id"
 _VALID_ID = re.compile(REQUEST_ID_PATTERN.encode())
@@ -53,7 +54,7 @@ class CountedAnswers:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, send)
             return
 
@@ -130,7 +131,7 @@ class Authentication:
             await self._app(scope, receive, send)
             return
         owner = None
-        if self._keys is not None and scope["path"] not in OPEN_PATHS:
+        if self._keys is not None and scope["path"] not in PROBE_PATHS:
             sent = _values(scope, b"authorization")
             owner = self._keys.owner(sent[0]) if len(sent) == 1 else None
             if owner is None:
@@ -150,7 +151,7 @@ class RequestLimit:
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, send)
             return
         if self._running >= self._limits.requests:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from service.http.errors import BadRequest
+from service.errors import BadRequest
 from service.http.limits import DEFAULT_LIMITS
 from service.schemas.fields import shown
 

@@ -16,9 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import ConfigError
 from service.config.settings import Settings, http_url
 from service.config.version import strata_version
-from service.http.middleware import OPEN_PATHS
 from service.observe.logs import request_fields
-from service.requests.spans import RequestSpans
+from service.observe.probes import PROBE_PATHS
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -34,17 +33,12 @@ class Tracing:
 
     def __init__(self, provider: "TracerProvider") -> None:
         self._provider = provider
-        self._tracer = provider.get_tracer("strata", strata_version())
+        self.tracer = provider.get_tracer("strata", strata_version())
 
     @property
     def telemetry(self) -> TelemetryConfig:
         """What FastAPI is to do: a span per request, but for probes and scrapes; metrics and logs are our own."""
         return {**telemetry_off(), "tracing": True, "tracer_provider": self._provider, "exclude": _is_probe}
-
-    def of_request(self, request_id: str) -> RequestSpans | None:
-        """Spans below the one that is current; None where that isn't recorded."""
-        parent = trace.get_current_span()
-        return RequestSpans(self._tracer, parent, request_id) if parent.is_recording() else None
 
     def close(self) -> None:
         """Sends what is left, as far as the collector takes it in time: the SDK would wait for it up to half a minute."""
@@ -58,7 +52,7 @@ def telemetry_off() -> TelemetryConfig:
 
 
 def _is_probe(scope: MutableMapping[str, Any]) -> bool:
-    return scope["path"] in OPEN_PATHS
+    return scope["path"] in PROBE_PATHS
 
 
 class TraceIds:

@@ -13,9 +13,6 @@ SaveStatus = Literal["queued", "running", "writing", "completed", "failed", "can
 
 ENDED: frozenset[SaveStatus] = frozenset({"completed", "failed", "cancelled", "expired"})
 
-MAX_TTL_SECONDS = 100 * 366 * 86400
-"""A century; dates end with the year 9999."""
-
 PREDECESSORS: Mapping[SaveStatus, tuple[SaveStatus, ...]] = {
     "queued": (),
     "running": ("queued",),

@@ -14,8 +14,7 @@ from engine.sampling.prompt_logprobs import prompt_logprobs_bytes
 from engine.saves.bound import largest_file
 from engine.saves.spec import SaveTarget
 from engine.scheduling.limits import saved_rows
-from service.errors import Conflict
-from service.http.errors import BadRequest, ModelNotFound
+from service.errors import BadRequest, Conflict, ModelNotFound
 from service.registry.records import SaveRecord
 from service.requests.choice import Choice
 from service.requests.extraction import (

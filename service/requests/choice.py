@@ -7,8 +7,7 @@ from typing import Any, cast
 from engine.errors import EngineError, SaveError
 from engine.request import EngineRequest, FinishReason, TokenLogprobs
 from service.engine_events import Update
-from service.errors import ServiceError
-from service.http.errors import ComputationError, SaveFailed, as_service_error
+from service.errors import ComputationError, SaveFailed, ServiceError, as_service_error
 from service.saves.life import LiveSave
 from service.text.choice_text import ChoiceText, Echo, LogprobsReport, logprobs_object
 from service.text.prompts import PreparedPrompt

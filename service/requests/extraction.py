@@ -14,17 +14,10 @@ from service.config.version import strata_version
 from service.registry.records import SaveRecord
 from service.schemas.generation import GenerationRequest
 from service.schemas.transfer import PREFIX, TransferParams
+from service.services import ModelIdentity
 from service.text.prompts import PreparedPrompt
 
 FORMAT = "strata.hidden_states.v1"
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """What answers and files call the model."""
-
-    name: str
-    revision: str
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 from engine.request import RequestOutput
 from service.engine_events import Collector
-from service.errors import ServiceError
-from service.http.errors import as_service_error
+from service.errors import ServiceError, as_service_error
 from service.observe.metrics import RequestOutcome
 from service.requests.choice import Choice, Delta, Finished
+from service.requests.spans import RequestSpans
 from service.saves.life import LiveSave
 from service.services import Services
 
@@ -46,7 +46,7 @@ class Generation:
         self._collector = Collector()
         self._started = time.monotonic()
         self._closed = False
-        self._spans = None if services.tracing is None else services.tracing.of_request(request_id)
+        self._spans = RequestSpans.below_current(services.tracing, request_id)
 
     def submit(self) -> None:
         """Hands all choices to the engine, or none. Raises the engine's refusal; targets of choices not taken over are the caller's."""

@@ -12,6 +12,7 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
 from engine.request import RequestOutput, RequestTimes
 from engine.saves.spec import SaveSpec
+from service.observe.tracing import Tracing
 from service.requests.choice import Choice
 from service.saves.life import LiveSave
 
@@ -39,6 +40,12 @@ def phases_of(times: RequestTimes, num_output_tokens: int) -> list[Phase]:
 
 class RequestSpans:
     """Makes the spans of one request. Used on the event loop."""
+
+    @classmethod
+    def below_current(cls, tracing: Tracing | None, request_id: str) -> "RequestSpans | None":
+        """Spans below the one that is current; None where there are no traces or that span isn't recorded."""
+        parent = trace.get_current_span()
+        return cls(tracing.tracer, parent, request_id) if tracing is not None and parent.is_recording() else None
 
     def __init__(self, tracer: Tracer, parent: Span, request_id: str) -> None:
         self._tracer = tracer

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJso
 from engine.errors import InvalidRequest
 from engine.saves.selection import ALL_ROWS, LAST_ROW, RowSelection
 from engine.saves.spec import ClientTensor
-from service.registry.records import MAX_TTL_SECONDS
+from service.config.units import MAX_TTL_SECONDS
 from service.schemas.fields import Body, Text, checked_text, is_integer, is_number, shown
 
 PREFIX = "kv_transfer_params"

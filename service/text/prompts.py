@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
-from service.http.errors import BadRequest
+from service.errors import BadRequest
 from service.schemas.chat import ChatRequest
 from service.schemas.completions import CompletionRequest, Prompt
 from service.schemas.generation import GenerationRequest

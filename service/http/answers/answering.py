@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import Request, Response
 
 from engine.errors import SaveError
+from service.errors import NotServing, SaveFailed
 from service.http.answers.bodies import accepted_answer, encoded, replayed_answer, whole_answer
 from service.http.answers.stream import CompletionStream, EventStream, replayed_events
-from service.http.errors import NotServing, SaveFailed
 from service.http.strict_json import check_text
 from service.observe.logs import lines_of_saves
 from service.registry.records import SaveRecord

@@ -6,9 +6,9 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.errors import ServiceError
+from service.errors import ServiceError, as_service_error
 from service.http.answers.bodies import chunk_choice, encoded, envelope, first_chunk_choice, top_ids
-from service.http.errors import as_service_error, error_body
+from service.http.errors import error_body
 from service.requests.admission import Plan
 from service.requests.choice import Choice, Delta
 from service.requests.generation import Generation
