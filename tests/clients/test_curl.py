@@ -16,7 +16,7 @@ from tests.e2e.test_docs_examples import SHOWN_URL, differences
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = ("README.md", "docs/clients.md", "docs/migrate-from-vllm.md")
+PAGES = ("README.md", "docs/examples.md", "docs/clients.md", "docs/migrate-from-vllm.md")
 CURL = r"```sh\n(curl .*?)```\n(?:(?!```).)*?```json\n(.*?)```"
 
 
