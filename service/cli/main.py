@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.errors import ConfigError
-from service.config.flags import add_settings, given_settings
+from service.config.flags import add_settings
 from service.config.settings import ENV_PREFIX, BadSettings, load_settings
 from service.config.version import strata_version
 
@@ -66,7 +66,9 @@ def serve_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings, named like the flags with _ for -")
     add_settings(parser)
-    settings = load_settings(*given_settings(parser.parse_args(_joined_layers(argv))))
+    given = vars(parser.parse_args(_joined_layers(argv)))
+    config_file = given.pop("config")
+    settings = load_settings(given, config_file)
     _bound_shape_caches()
     _bound_spinning()
     # Imported here: help and mistakes are to be answered before torch is loaded.

@@ -1,15 +1,15 @@
-"""Command-line flags out of the fields of `Settings`."""
+"""Command-line flags out of the fields of `Settings`.
+
+pydantic-settings' own flags don't fit: they join repeated values with commas, split folders at colons, drop empty values, take `null`
+for none, and know no groups (tests/unit/test_settings.py).
+"""
 
 import argparse
-from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from service.config.settings import Settings, flag_of
-
-REPEATABLE = frozenset({"save_root", "client_path_map", "cors_origin"})
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -17,35 +17,18 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     groups: dict[str, Any] = {}
     for name, field in Settings.model_fields.items():
         extra = cast(dict[str, str], field.json_schema_extra)
-        group = groups.setdefault(extra["group"], None) or parser.add_argument_group(extra["group"])
-        groups[extra["group"]] = group
-        group.add_argument(
-            flag_of(name), dest=name, default=argparse.SUPPRESS, help=_help(field, extra["shown"]), **_form(name, field, extra)
+        if extra["group"] not in groups:
+            groups[extra["group"]] = parser.add_argument_group(extra["group"])
+        default = extra["shown"] or {"True": "on", "False": "off"}.get(str(field.default), str(field.default))
+        text = f"{field.description} (default: {default})".replace("%", "%%")
+        groups[extra["group"]].add_argument(
+            flag_of(name), dest=name, default=argparse.SUPPRESS, help=text, **_form(field, extra["metavar"])
         )
 
 
-def given_settings(arguments: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:
-    """The settings that were given as flags, and the file of the others."""
-    given = vars(arguments)
-    return {name: value for name, value in given.items() if name != "config"}, given["config"]
-
-
-def _form(name: str, field: FieldInfo, extra: dict[str, str]) -> dict[str, Any]:
+def _form(field: FieldInfo, metavar: str) -> dict[str, Any]:
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction} if field.default else {"action": "store_true"}
-    choices = _choices(field.annotation)
-    metavar = extra["metavar"] or "|".join(choices)
-    return {"action": "append", "metavar": metavar} if name in REPEATABLE else {"metavar": metavar}
-
-
-def _choices(annotation: Any) -> tuple[str, ...]:  # noqa: ANN401 - any annotation
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    if get_origin(annotation) in (Union, UnionType):
-        return next((found for part in get_args(annotation) if (found := _choices(part))), ())
-    return ()
-
-
-def _help(field: FieldInfo, shown: str) -> str:
-    default = shown or ("on" if field.default is True else "off" if field.default is False else str(field.default))
-    return f"{field.description} (default: {default})".replace("%", "%%")
+    repeatable = {"action": "append"} if get_origin(field.annotation) is tuple else {}
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return {"metavar": metavar or "|".join(choices), **repeatable}

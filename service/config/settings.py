@@ -1,11 +1,9 @@
 """All that an operator can set: by flag, environment variable (`STRATA_<NAME>`) or file; flags win, then the environment, then the file."""
 
 import os
-import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.config import JsonDict
@@ -22,7 +20,8 @@ from engine.config import AttentionName, Checksum, Durability, EngineConfig, Swi
 from engine.layers import LayerId
 from engine.models.packaged import SMOLLM2_135M
 from engine.models.prepared import user_data_directory
-from service.config.units import MAX_TTL_SECONDS, parse_duration, parse_size
+from service.config import values
+from service.config.units import MAX_TTL_SECONDS
 
 ENV_PREFIX = "STRATA_"
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -36,101 +35,9 @@ class BadSettings(Exception):
         self.lines = lines
 
 
-def _size_or_auto(value: object) -> object:
-    if value == "auto":
-        return None
-    return parse_size(value) if isinstance(value, str) else value
-
-
-def _size_or_zero(value: object) -> object:
-    return 0 if isinstance(value, str) and value.strip() == "0" else _size_or_auto(value)
-
-
-def _size_or_none(value: object) -> object:
-    return None if value == "none" else _size_or_auto(value)
-
-
-def _duration(value: object) -> object:
-    return parse_duration(value) if isinstance(value, str) else value
-
-
-def _number_or_auto(value: object) -> object:
-    return None if value == "auto" else value
-
-
-def _layer_id(text: object) -> object:
-    stripped = text.strip() if isinstance(text, str) else text
-    return stripped if stripped == "norm" or not isinstance(stripped, str) else int(stripped)
-
-
-def _layers(value: object) -> object:
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple):
-        return value
-    try:
-        return tuple(_layer_id(part) for part in parts)
-    except ValueError:
-        raise ValueError(f"{value!r} is not a comma-separated list of layer ids: integers or 'norm'") from None
-
-
-def _paths(value: object) -> object:
-    return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
-
-
-def _origins(value: object) -> object:
-    """Commas stand between origins in the environment, since origins hold colons."""
-    origins = [part for part in value.split(",") if part] if isinstance(value, str) else value
-    if not isinstance(origins, list | tuple):
-        return value
-    for origin in origins:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", str(origin)):
-            raise ValueError(f"{origin!r} is not an origin such as https://example.org or https://example.org:8443")
-    return tuple(origins)
-
-
-def _octal(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return int(value, 8)
-    except ValueError:
-        raise ValueError(f"{value!r} is not an octal number such as 022") from None
-
-
-def _path_map(value: object) -> object:
-    entries = value.split(os.pathsep) if isinstance(value, str) else value
-    if not isinstance(entries, list | tuple):
-        return value
-    return tuple(_path_pair(entry) for entry in entries if entry)
-
-
-def _path_pair(entry: object) -> object:
-    if not isinstance(entry, str):
-        return entry
-    client, separator, server = entry.partition("=")
-    if not (separator and client.startswith("/") and server.startswith("/")):
-        raise ValueError(f"{entry!r} is not FROM=TO with two absolute paths")
-    return client, server
-
-
-def http_url(text: str) -> str:
-    """The text, where it is one. Raises `ValueError`."""
-    try:
-        parts = urlsplit(text)
-        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
-            return text
-    except ValueError:  # of a port that is none
-        pass
-    raise ValueError(f"{text!r} is not a URL such as http://127.0.0.1:4318")
-
-
-def _http_url_or_none(value: object) -> object:
-    return http_url(value) if isinstance(value, str) else value
-
-
-Size = Annotated[int | None, BeforeValidator(_size_or_auto)]
-Count = Annotated[int | None, BeforeValidator(_number_or_auto)]
-Milliseconds = Annotated[float | None, BeforeValidator(_number_or_auto)]
+Size = Annotated[int | None, BeforeValidator(values.size_or_auto)]
+Count = Annotated[int | None, BeforeValidator(values.number_or_auto)]
+Milliseconds = Annotated[float | None, BeforeValidator(values.number_or_auto)]
 
 
 def _option(default: Any, group: str, text: str, shown: str = "", metavar: str = "", **bounds: Any) -> Any:  # noqa: ANN401 - like pydantic's Field
@@ -167,16 +74,16 @@ class Settings(BaseSettings):
     host: str = _option("127.0.0.1", "Network", "address to listen on", metavar="ADDRESS")
     port: int = _option(8000, "Network", "port to listen on; 0 takes a free one", metavar="PORT", ge=0, le=65535)
     api_keys_file: Path | None = _option(None, "Network", "hashed API keys, see `strata hash-key`", "no key is needed", "FILE")
-    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_origins)] = _option(
+    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(values.origins)] = _option(
         (), "Network", "web pages of this origin may call the API; repeatable, * for all", "none", "ORIGIN"
     )
     drain_seconds: float = _option(30.0, "Network", "how long running requests may take to finish after SIGTERM", metavar="SECONDS", ge=0)
 
-    layers: Annotated[tuple[LayerId, ...] | None, NoDecode, BeforeValidator(_layers)] = _option(
+    layers: Annotated[tuple[LayerId, ...] | None, NoDecode, BeforeValidator(values.layers)] = _option(
         None, "Hidden states", "default layers, comma separated: 0…N, negatives, norm", "2,N//2,N-3,N", "LAYERS"
     )
     extract_by_default: bool = _option(False, "Hidden states", "extract also for requests without kv_transfer_params")
-    save_root: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_paths)] = _option(
+    save_root: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(values.paths)] = _option(
         (Path("saves"),),
         "Hidden states",
         "folder for files, made if missing; repeatable, the first is the default",
@@ -188,10 +95,10 @@ class Settings(BaseSettings):
     durability: Durability = _option("file", "Hidden states", "what is synced before a file is published")
     checksum: Checksum = _option("none", "Hidden states", "checksum kept in the record of a save")
     lock_files: bool = _option(True, "Hidden states", "hold FILE.lock while a file is written")
-    max_saved_bytes: Annotated[int | None, BeforeValidator(_size_or_none)] = _option(
+    max_saved_bytes: Annotated[int | None, BeforeValidator(values.size_or_none)] = _option(
         None, "Hidden states", "what all saved files together may take; beyond it requests are answered with 507", "none", "SIZE", ge=1
     )
-    min_free_bytes: Annotated[int | None, BeforeValidator(_size_or_zero)] = _option(
+    min_free_bytes: Annotated[int | None, BeforeValidator(values.size_or_zero)] = _option(
         None,
         "Hidden states",
         "what saves leave free on every disk, else 507; 0 doesn't look at it",
@@ -208,7 +115,7 @@ class Settings(BaseSettings):
         gt=0,
         le=MAX_TTL_SECONDS,
     )
-    keep_records: Annotated[float, BeforeValidator(_duration)] = _option(
+    keep_records: Annotated[float, BeforeValidator(values.duration)] = _option(
         7 * 86400.0,
         "Hidden states",
         "how long records of ended saves are kept, at most a million: 7d, 12h or seconds",
@@ -218,10 +125,10 @@ class Settings(BaseSettings):
         le=MAX_TTL_SECONDS,
         allow_inf_nan=False,
     )
-    umask: Annotated[int | None, BeforeValidator(_octal)] = _option(
+    umask: Annotated[int | None, BeforeValidator(values.octal)] = _option(
         None, "Hidden states", "umask of files and folders, octal", "the process's", "UMASK", ge=0, le=0o777
     )
-    client_path_map: Annotated[tuple[tuple[str, str], ...], NoDecode, BeforeValidator(_path_map)] = _option(
+    client_path_map: Annotated[tuple[tuple[str, str], ...], NoDecode, BeforeValidator(values.path_map)] = _option(
         (), "Hidden states", "clients see folder TO under the name FROM; repeatable", "none", "FROM=TO"
     )
 
@@ -233,7 +140,7 @@ class Settings(BaseSettings):
     prefault_caches: bool = _option(False, "Memory and scheduling", "touch the memory of the caches at start, on a CPU")
     prefix_cache: bool = _option(True, "Memory and scheduling", "reuse what is known of shared prefixes")
     max_batch_tokens: Count = _option(None, "Memory and scheduling", "tokens computed in one step", "auto", "TOKENS", ge=1)
-    prompt_logprobs_memory: Annotated[int, BeforeValidator(_size_or_auto)] = _option(
+    prompt_logprobs_memory: Annotated[int, BeforeValidator(values.size_or_auto)] = _option(
         256 * 2**20, "Memory and scheduling", "host memory for log-probabilities of prompts, over all requests", "256MiB", "SIZE", ge=1
     )
     inter_token_ms: Milliseconds = _option(
@@ -251,7 +158,7 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = _option("text", "Logging", "form of the log lines")
     log_level: LogLevel = _option("info", "Logging", "least severe level that is logged")
     log_prompts: bool = _option(False, "Logging", "write the prompts of admitted requests into the log")
-    otlp_endpoint: Annotated[str | None, BeforeValidator(_http_url_or_none)] = _option(
+    otlp_endpoint: Annotated[str | None, BeforeValidator(values.http_url_or_none)] = _option(
         None, "Logging", "collector of traces, such as http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_ENDPOINT", "URL"
     )
 

@@ -14,7 +14,8 @@ from opentelemetry import trace
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import ConfigError
-from service.config.settings import Settings, http_url
+from service.config.settings import Settings
+from service.config.values import http_url
 from service.config.version import strata_version
 from service.observe.logs import request_fields
 from service.observe.probes import PROBE_PATHS

@@ -186,7 +186,9 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1XiB", "GiB", "0.2", "1e9", "0KiB"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "1XiB", "GiB", "0.2", "1e9", "0KiB", "1,5GiB", "4.GiB", "4 GiB x", "4g", "64kbit", "1_000", "9" * 400 + "GiB"]
+)
 def test_other_texts_are_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size above 0"):
         parse_size(text)
@@ -241,12 +243,42 @@ def test_a_missing_model_ends_the_command_with_2_and_one_line(tmp_path: Path) ->
     assert sum("no/such/folder" in line for line in ended.stderr.splitlines()) == 1
 
 
-def test_layers_may_begin_with_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[Settings] = []
-    monkeypatch.setattr("service.http.server.serve", lambda settings: served.append(settings) or 0)
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings that `serve` would run with."""
+    known: list[Settings] = []
+    monkeypatch.setattr("service.http.server.serve", lambda settings: known.append(settings) or 0)
     monkeypatch.setattr("service.observe.logs.configure_logging", lambda *_: None)
+    return known
+
+
+def test_layers_may_begin_with_a_dash(served: list[Settings]) -> None:
     assert cli.main(["serve", "--layers", "-1,norm", "--port", "0"]) == 0
     assert (served[0].layers, served[0].port) == ((-1, "norm"), 0)
+
+
+def test_every_value_of_a_repeated_flag_is_taken_whole(served: list[Settings]) -> None:
+    folders = ["/data/a,b", "/data/c:d", "/data/e"]
+    maps = ["/x=/data/a,b", "/y=/data/c:d"]
+    flags = [f"--save-root={folder}" for folder in folders] + [f"--client-path-map={pair}" for pair in maps]
+    assert cli.main(["serve", *flags]) == 0
+    assert served[0].save_root == tuple(map(Path, folders))
+    assert served[0].client_path_map == (("/x", "/data/a,b"), ("/y", "/data/c:d"))
+
+
+def test_the_last_of_a_flag_that_does_not_repeat_counts(served: list[Settings]) -> None:
+    assert cli.main(["serve", "--layers", "1", "--layers", "2", "--prefix-cache", "--no-prefix-cache"]) == 0
+    assert (served[0].layers, served[0].prefix_cache) == ((2,), False)
+
+
+def test_a_flag_is_taken_as_it_is_written(served: list[Settings]) -> None:
+    assert cli.main(["serve", "--served-model-name", "null"]) == 0
+    assert served[0].served_model_name == "null"
+
+
+def test_an_empty_flag_is_a_bad_value_not_an_absent_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--port", "", "--model", ""]) == 2
+    assert [line.partition(": ")[2].partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["--model", "--port"]
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
