@@ -11,15 +11,23 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import UTC, datetime
+from time import localtime, strftime
 from typing import Any, Literal
+
+from structlog.processors import JSONRenderer, format_exc_info
+from structlog.stdlib import ProcessorFormatter
+from structlog.typing import EventDict, WrappedLogger
+
+from service.times import rfc3339
 
 LogFormat = Literal["text", "json"]
 
 _REQUEST: ContextVar[MutableMapping[str, Any] | None] = ContextVar("request", default=None)
 _IDENTITY = ("request_id", "trace_id")
 _SAVES = "save_ids"
-_PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
+_PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f-\x9f]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""What ends a line or moves a terminal's cursor."""
 
 
 @contextmanager
@@ -62,41 +70,58 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     return {**around, **own}
 
 
-class TextFormatter(logging.Formatter):
-    """Time, level, message, and the fields as `name=value`."""
+def line_formatter(log_format: LogFormat) -> logging.Formatter:
+    """What every line goes through, those of libraries too. Nothing in a message or a field begins a line of its own."""
+    rendered: list[Any] = [_in_utc, JSONRenderer(ensure_ascii=False), _on_one_line] if log_format == "json" else [_as_text]
+    return ProcessorFormatter(processors=[_described, format_exc_info, *rendered])
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        return " ".join([super().formatMessage(record), *(f"{name}={_shown(value)}" for name, value in fields_of(record).items())])
+def _described(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """What a line says, in the order in which it is written."""
+    record: logging.LogRecord = event["_record"]
+    line: EventDict = {
+        "time": record.created,
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "message": event["event"],
+        **fields_of(record),
+    }
+    if "exc_info" in event:
+        line["exc_info"] = event["exc_info"]
+    return line
+
+
+def _as_text(logger: WrappedLogger, method: str, event: EventDict) -> str:
+    """Time, level, message, the fields as `name=value`, and the exception on indented lines below."""
+    time = strftime("%Y-%m-%d %H:%M:%S", localtime(event.pop("time")))
+    level, message, exception = event.pop("level").upper(), _escaped(event.pop("message")), event.pop("exception", "")
+    del event["logger"]
+    fields = "".join(f" {name}={_shown(value)}" for name, value in event.items())
+    stack = "".join(f"\n  {_escaped(line)}" for line in exception.split("\n")) if exception else ""
+    return f"{time} {level:<7} {message}{fields}{stack}"
+
+
+def _in_utc(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    return {**event, "time": rfc3339(event["time"])}
+
+
+def _on_one_line(logger: WrappedLogger, method: str, line: str) -> str:
+    return _escaped(line)
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 - any JSON value
     """As it is where that is one word, so that lines can be read; else as JSON, so that nothing breaks out of its line."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if _PLAIN.fullmatch(text) else json.dumps(value)
-
-
-class JsonFormatter(logging.Formatter):
-    """One object per line: time, level, logger, message, the fields and, where there is one, the exception."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **fields_of(record),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+    text = value if isinstance(value, str) else json.dumps(value, default=repr)
+    return text if _PLAIN.fullmatch(text) else json.dumps(value, default=repr)
 
 
 def configure_logging(log_format: LogFormat, level: str) -> None:
     """Sends everything to standard error. uvicorn's own start and stop lines are left out, its warnings are not."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.setFormatter(line_formatter(log_format))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

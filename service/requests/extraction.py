@@ -4,7 +4,6 @@ import json
 import secrets
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import cast, get_args
 
 from engine.api import EngineInfo
@@ -16,6 +15,7 @@ from service.schemas.generation import GenerationRequest
 from service.schemas.transfer import PREFIX, TransferParams
 from service.services import ModelIdentity
 from service.text.prompts import PreparedPrompt
+from service.times import rfc3339
 
 FORMAT = "strata.hidden_states.v1"
 
@@ -101,7 +101,7 @@ def file_metadata(extraction: Extraction, info: EngineInfo, identity: ModelIdent
         "final_norm": "true" if "norm" in extraction.layers else "false",
         "compute_dtype": info.dtype,
         "request_id": request_id,
-        "created": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "created": rfc3339(time.time()),
         "engine": f"strata {strata_version()}",
     }
     return known | {f"user.{name}": text for name, text in extraction.params.metadata.items()}

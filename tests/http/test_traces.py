@@ -21,7 +21,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from engine.errors import ConfigError, SaveError
 from engine.saves.builder import FileBuilder
-from service.observe.logs import JsonFormatter
+from service.observe.logs import line_formatter
 from service.observe.tracing import traces_endpoint
 from service.runtime import Runtime
 
@@ -282,7 +282,7 @@ def test_log_lines_carry_the_id_of_the_trace(services: Services, collector: Otlp
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            lines.append(json.loads(JsonFormatter().format(record)))
+            lines.append(json.loads(line_formatter("json").format(record)))
 
     log = logging.getLogger("service.http.access_log")
     keep = Keep()

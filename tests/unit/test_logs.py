@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
-from service.observe.logs import JsonFormatter, TextFormatter, lines_of_request, lines_of_saves
+from service.observe.logs import LogFormat, line_formatter, lines_of_request, lines_of_saves
 
 
 class Written(logging.Handler):
     """Keeps what a formatter makes of the lines."""
 
-    def __init__(self, formatter: logging.Formatter) -> None:
+    def __init__(self, log_format: LogFormat) -> None:
         super().__init__()
-        self.setFormatter(formatter)
+        self.setFormatter(line_formatter(log_format))
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -34,7 +36,7 @@ def logger_to(handler: Written) -> logging.Logger:
 
 
 def test_a_json_line_is_one_object_whatever_is_in_it() -> None:
-    written = Written(JsonFormatter())
+    written = Written("json")
     log = logger_to(written)
     log.info('two\nlines "and" %s', "ünïcode", extra={"fields": {"path": "/a\nb", "status": 200}})
     [line] = written.lines
@@ -42,11 +44,11 @@ def test_a_json_line_is_one_object_whatever_is_in_it() -> None:
     found = json.loads(line)
     assert found["message"] == 'two\nlines "and" ünïcode'
     assert (found["level"], found["logger"], found["path"], found["status"]) == ("info", "of.a.test", "/a\nb", 200)
-    assert found["time"].endswith("+00:00")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(found["time"]))
 
 
 def test_an_exception_stands_in_its_line() -> None:
-    written = Written(JsonFormatter())
+    written = Written("json")
     try:
         raise ValueError("what went wrong")
     except ValueError:
@@ -56,14 +58,57 @@ def test_an_exception_stands_in_its_line() -> None:
 
 
 def test_a_text_line_carries_its_fields_and_nothing_breaks_out_of_them() -> None:
-    written = Written(TextFormatter())
+    written = Written("text")
     logger_to(written).warning("refused", extra={"fields": {"status": 429, "path": "/a\nINFO forged=1", "key": "alice"}})
     [line] = written.lines
     assert line.endswith(r'WARNING refused status=429 path="/a\nINFO forged=1" key=alice')
 
 
+@pytest.mark.parametrize("control", ["\n", "\r\n", "\x1b[2K", "\x85", "\x9b2K", "\u2028"])
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_nothing_that_a_client_sends_begins_a_line_or_moves_a_cursor(log_format: LogFormat, control: str) -> None:
+    forged = f"{control}2026-01-01 00:00:00 ERROR forged"
+    written = Written(log_format)
+    logger_to(written).warning("ignored the fields %s", forged, extra={"fields": {"key": forged, "keys": [forged]}})
+    [line] = written.lines
+    assert line.isprintable()
+    assert line.splitlines() == [line]
+    if log_format == "json":
+        assert written.objects()[0]["key"] == forged
+
+
+def test_the_message_of_an_exception_can_not_look_like_a_line_in_a_text_log() -> None:
+    written = Written("text")
+    try:
+        raise ValueError("bad\n2026-01-01 00:00:00 ERROR forged\x1b[2K")
+    except ValueError:
+        logger_to(written).exception("it failed")
+    first, *more = written.lines[0].split("\n")
+    assert first.endswith("ERROR   it failed")
+    assert "  2026-01-01 00:00:00 ERROR forged\\u001b[2K" in more
+    assert all(line.startswith("  ") for line in more)
+
+
+def test_lines_of_libraries_have_the_same_form() -> None:
+    written = Written("text")
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(written)
+    try:
+        logger.warning("Invalid HTTP request received.")
+    finally:
+        logger.removeHandler(written)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d WARNING Invalid HTTP request received\.", written.lines[0])
+
+
+def test_a_value_that_is_no_json_does_not_cost_the_line() -> None:
+    for log_format in ("text", "json"):
+        written = Written(log_format)
+        logger_to(written).info("x", extra={"fields": {"what": {1, 2}, "path": Path("/a b")}})
+        assert "{1, 2}" in written.lines[0]
+
+
 def test_lines_within_a_request_carry_its_id_as_it_is_then() -> None:
-    written = Written(JsonFormatter())
+    written = Written("json")
     log = logger_to(written)
     state: dict[str, object] = {"request_id": "first"}
     log.info("before")
@@ -76,7 +121,7 @@ def test_lines_within_a_request_carry_its_id_as_it_is_then() -> None:
 
 
 def test_threads_and_tasks_of_a_request_belong_to_it_and_others_do_not() -> None:
-    written = Written(JsonFormatter())
+    written = Written("json")
     log = logger_to(written)
 
     async def one(request_id: str) -> None:
@@ -105,7 +150,7 @@ def test_threads_and_tasks_of_a_request_belong_to_it_and_others_do_not() -> None
     ("save_ids", "expected"), [([], {}), (["one"], {"save_id": "one"}), (["one", "two"], {"save_ids": ["one", "two"]})]
 )
 def test_lines_say_which_saves_a_request_has(save_ids: list[str], expected: dict[str, object]) -> None:
-    written = Written(JsonFormatter())
+    written = Written("json")
     with lines_of_request({"request_id": "a"}):
         lines_of_saves(save_ids)
         logger_to(written).info("x")
@@ -114,7 +159,7 @@ def test_lines_say_which_saves_a_request_has(save_ids: list[str], expected: dict
 
 
 def test_what_a_line_says_of_itself_counts_more_than_what_is_around_it() -> None:
-    written = Written(JsonFormatter())
+    written = Written("json")
     with lines_of_request({"request_id": "around"}):
         lines_of_saves(["one", "two"])
         logger_to(written).info("x", extra={"fields": {"request_id": "own", "save_id": "three"}})
@@ -124,6 +169,6 @@ def test_what_a_line_says_of_itself_counts_more_than_what_is_around_it() -> None
 
 def test_saves_of_no_request_are_nobodys() -> None:
     lines_of_saves(["one"])
-    written = Written(JsonFormatter())
+    written = Written("json")
     logger_to(written).info("x")
     assert "save_id" not in written.objects()[0]

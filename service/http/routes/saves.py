@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
@@ -14,6 +13,7 @@ from service.saves.deletion import delete_save
 from service.saves.paths.names import ClientPathMap
 from service.schemas.answers import ERRORS, ErrorAnswer, SaveAnswer, SaveList
 from service.services import Services
+from service.times import rfc3339
 
 router = APIRouter(tags=["saves"])
 
@@ -110,7 +110,3 @@ def _server_prefix(services: Services, prefix: str | None) -> str | None:
         return f"{services.roots.roots[0].path}/{prefix}"
     client_map = ClientPathMap(services.settings.client_path_map)
     return "/" + "/".join(client_map.to_server(tuple(prefix.split("/")[1:])))
-
-
-def rfc3339(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,8 @@
+"""Times as clients and log lines have them."""
+
+from datetime import UTC, datetime
+
+
+def rfc3339(seconds: float) -> str:
+    """The time of RFC 3339, in UTC with milliseconds: `2026-01-31T12:00:00.000Z`. `seconds` are since 1970."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
