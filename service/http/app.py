@@ -18,6 +18,7 @@ from service.http.auth import ApiKeys
 from service.http.errors import install_handlers
 from service.http.limits import DEFAULT_LIMITS, HttpLimits
 from service.http.middleware import Authentication, BodyLimit, CountedAnswers, HeadLimit, RequestId, RequestLimit, UnexpectedErrors
+from service.http.reference import add_reference
 from service.http.routes import chat, completions, files, models, operations, pages, saves, tokens
 from service.observe.tracing import TraceIds, telemetry_off
 from service.runtime import Runtime
@@ -65,6 +66,7 @@ def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpL
     for module in (completions, chat, tokens, saves, files, models, pages):
         app.include_router(module.router, dependencies=[Depends(BEARER)], responses=COMMON_ERRORS)
     app.include_router(operations.router)
+    add_reference(app)
     install_handlers(app)
     return app
 

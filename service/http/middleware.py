@@ -14,6 +14,7 @@ from service.errors import Busy, HeadTooLarge, Unauthorized, as_service_error
 from service.http.auth import ApiKeys
 from service.http.errors import RETRY_AFTER_SECONDS, error_response, http_response
 from service.http.limits import HttpLimits
+from service.http.reference import is_reference
 from service.observe.logs import lines_of_request
 from service.observe.metrics import Metrics
 from service.observe.probes import PROBE_PATHS
@@ -131,7 +132,7 @@ class Authentication:
             await self._app(scope, receive, send)
             return
         owner = None
-        if self._keys is not None and scope["path"] not in PROBE_PATHS:
+        if self._keys is not None and scope["path"] not in PROBE_PATHS and not is_reference(scope["path"]):
             sent = _values(scope, b"authorization")
             owner = self._keys.owner(sent[0]) if len(sent) == 1 else None
             if owner is None:

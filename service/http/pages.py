@@ -1,13 +1,9 @@
-"""The HTML of the pages for people, made of what the service knows. Everything that is not written here is escaped."""
+"""The HTML of the front page, made of what the service knows. Everything that is not written here is escaped."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from html import escape
-from typing import Any
 
 from service.schemas.answers import Front
-
-Json = Mapping[str, Any]
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1d2228; --soft: #5b6570; --page: #fbfbfa; --card: #fff; --line: #dfe3e6; --link: #0a58ca;
@@ -26,8 +22,6 @@ table { border-collapse: collapse; width: 100%; background: var(--card); border:
 th, td { padding: .4rem .8rem; border-top: 1px solid var(--line); text-align: left; vertical-align: top; font-weight: normal }
 th { color: var(--soft); white-space: nowrap } tr:first-child > * { border-top: 0 }
 nav { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem }
-details { margin: .5rem 0; border: 1px solid var(--line); background: var(--card); border-radius: 4px; padding: .5rem .9rem }
-summary { cursor: pointer } details table { margin: .6rem 0; font-size: .92em }
 """
 STATUS_TEXT = {
     "ok": "ready",
@@ -55,19 +49,10 @@ def front_page(known: Front, url: str) -> str:
         parts.append(f"<h2>Model</h2>{_rows((name, _shown(value)) for name, value in known.model.items())}")
         layer = known.model["default layers"][-1]
         parts.append(f"<h2>Try it</h2><pre>{escape(EXAMPLE.format(url=url, layer=layer))}</pre>")
-    links = " ".join(f'<a href="{escape(target)}">{escape(name)}</a>' for name, target in known.links.items())
+    # Relative, so that they hold behind a proxy that puts the service below a path of its own.
+    links = " ".join(f'<a href="{escape(target.removeprefix("/"))}">{escape(name)}</a>' for name, target in known.links.items())
     parts.append(f"<h2>Go on</h2><nav>{links}</nav>")
     return _page("Strata", "".join(parts))
-
-
-def reference_page(document: Json) -> str:
-    """The routes and fields of an OpenAPI document, one after the other."""
-    schemas = document["components"]["schemas"]
-    operations = "".join(
-        _operation(method, path, operation, schemas) for path, methods in document["paths"].items() for method, operation in methods.items()
-    )
-    intro = '<p class=soft>In full, for programs: <a href="/openapi.json">openapi.json</a>. <a href="/">Back</a></p>'
-    return _page("Strata: API", f"<h1>API</h1>{intro}{operations}")
 
 
 def _page(title: str, body: str) -> str:
@@ -84,54 +69,3 @@ def _rows(rows: Iterator[tuple[str, str]]) -> str:
 def _shown(value: object) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return f"<code>{escape(text)}</code>"
-
-
-def _operation(method: str, path: str, operation: Json, schemas: Json) -> str:
-    description = _prose(operation.get("description", operation.get("summary", "")))
-    inputs = [*_parameters(operation), *_fields(operation, schemas)]
-    table = f"<table>{''.join(inputs)}</table>" if inputs else ""
-    answers = "; ".join(f"<code>{escape(code)}</code> {escape(answer['description'])}" for code, answer in operation["responses"].items())
-    head = f"<summary><code>{method.upper()} {escape(path)}</code> {description.partition('. ')[0].rstrip('.')}</summary>"
-    return f"<details>{head}<p>{description}</p>{table}<p class=soft>{answers}</p></details>"
-
-
-def _prose(text: str) -> str:
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
-
-
-def _parameters(operation: Json) -> Iterator[str]:
-    for parameter in operation.get("parameters", ()):
-        yield _field(parameter["name"], parameter["schema"], parameter.get("description", ""))
-
-
-def _fields(operation: Json, schemas: Json) -> Iterator[str]:
-    content = operation.get("requestBody", {}).get("content", {}).get("application/json")
-    if content is not None:
-        properties = schemas[content["schema"]["$ref"].rpartition("/")[2]]["properties"]
-        for name, schema in properties.items():
-            yield _field(name, schema, schema.get("description", ""))
-            for inner_name, inner in _properties(schema, schemas).items():
-                yield _field(f"{name}.{inner_name}", inner, inner.get("description", ""))
-
-
-def _properties(schema: Json, schemas: Json) -> Json:
-    """Those of an object within a body."""
-    references = [part["$ref"] for part in (schema, *schema.get("anyOf", ())) if "$ref" in part]
-    found: Json = schemas[references[0].rpartition("/")[2]]["properties"] if references else {}
-    return found
-
-
-def _field(name: str, schema: Json, description: str) -> str:
-    default = (
-        f" <span class=soft>default <code>{escape(repr(schema['default']))}</code></span>" if schema.get("default") is not None else ""
-    )
-    return f"<tr><th scope=row><code>{escape(name)}</code></th><td>{escape(_type(schema))}{default}</td><td>{_prose(description)}</td></tr>"
-
-
-def _type(schema: Json) -> str:
-    if "anyOf" in schema:
-        kinds = dict.fromkeys(_type(part) for part in schema["anyOf"] if part.get("type") != "null")
-        return " or ".join(kinds)
-    if "$ref" in schema or "allOf" in schema:
-        return "object"
-    return f"{schema.get('type', 'any')}" if "items" not in schema else f"array of {_type(schema['items'])}"

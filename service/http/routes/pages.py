@@ -1,4 +1,4 @@
-"""Pages for people: what this service is (`GET /`), and its API in short (`GET /docs`). They load nothing from anywhere else."""
+"""The front page, `GET /`: what this service is and how it is. It loads nothing from anywhere else."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
 from service.config.version import strata_version
-from service.http.pages import front_page, reference_page
+from service.http.pages import front_page
 from service.http.routes.dependencies import RuntimeDependency
 from service.runtime import Runtime
 from service.schemas.answers import Front
@@ -31,11 +31,6 @@ async def front(request: Request, runtime: RuntimeDependency) -> Response:
     if _wants_html(request):
         return HTMLResponse(front_page(known, str(request.base_url)), headers=HEADERS)
     return Response(known.model_dump_json(), media_type="application/json", headers=HEADERS)
-
-
-@router.get("/docs", include_in_schema=False)
-async def reference(request: Request) -> HTMLResponse:
-    return HTMLResponse(reference_page(request.app.openapi()), headers=HEADERS)
 
 
 def _wants_html(request: Request) -> bool:
