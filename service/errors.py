@@ -14,7 +14,7 @@ SAVE_STATUS = {"no_space": 507, "conflict": 409, "cancelled": 503}
 class ServiceError(Exception):
     """An answer other than 2xx. Messages are for clients: they hold no path and no stack."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
     default_code: ClassVar[str] = "internal_error"
     type: ClassVar[str] = "server_error"
 
@@ -180,7 +180,7 @@ class SaveFailed(ComputationError):
     def __init__(self, save_id: str | None, error: SaveError) -> None:
         super().__init__(f"the hidden states could not be saved: {error}", param="kv_transfer_params", code=error.code)
         self.save_id = save_id
-        self.http_status = SAVE_STATUS.get(error.code, 500)
+        self.status = SAVE_STATUS.get(error.code, 500)
 
 
 def as_service_error(error: BaseException) -> ServiceError:
@@ -198,10 +198,6 @@ def as_service_error(error: BaseException) -> ServiceError:
         return GenerationFailed("the engine failed while the request ran; the server's log has the details")
     log.error("a request failed", exc_info=error)
     return ServiceError("the server failed to answer; its log has the details")
-
-
-def status_of(error: ServiceError) -> int:
-    return error.http_status if isinstance(error, SaveFailed) else error.status
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMLINK)

@@ -11,6 +11,7 @@ from engine.api import EngineAPI, EngineInfo
 from engine.layers import LayerId
 from service.config.settings import Settings
 from service.engine_events import EngineEvents
+from service.observe.failures import logs_failure
 from service.observe.metrics import Metrics
 from service.observe.tracing import Tracing
 from service.registry.registry import Registry
@@ -77,14 +78,9 @@ class Services:
         """Runs something that no answer waits for; what goes wrong in it is logged."""
         task = asyncio.get_running_loop().create_task(work)
         self.keep(task)
-        task.add_done_callback(_log_failure)
+        task.add_done_callback(logs_failure(log, "a request in the background failed"))
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Holds a task until it has ended: the event loop itself doesn't. The service's end waits for it."""
         self.background.add(task)
         task.add_done_callback(self.background.discard)
-
-
-def _log_failure(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a request in the background failed", exc_info=task.exception())

@@ -7,9 +7,9 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
 
-Json = dict[str, Any]
+from service.wire import Json
+
 TIMEOUT_SECONDS = 600.0
 POLL_SECONDS = 0.05
 

@@ -45,7 +45,7 @@ def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpL
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.start = asyncio.get_running_loop().create_task(runtime.start())
-        app.state.start.add_done_callback(_log_failure)
+        app.state.start.add_done_callback(_report_failed_start)
         yield
         await asyncio.wait([app.state.start])
         await runtime.stop()
@@ -94,7 +94,7 @@ def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits, ru
     ]
 
 
-def _log_failure(start: "asyncio.Task[None]") -> None:
+def _report_failed_start(start: "asyncio.Task[None]") -> None:
     if start.cancelled():
         return
     error = start.exception()

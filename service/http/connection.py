@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from service.errors import Busy, HeadTooLarge, MalformedRequest, ServiceError, TooSlow, status_of
+from service.errors import Busy, HeadTooLarge, MalformedRequest, ServiceError, TooSlow
 from service.http.errors import error_response
 from service.http.limits import HttpLimits
 
@@ -142,7 +142,7 @@ class Guard:
         if self.transport.is_closing():
             return
         address = self.transport.get_extra_info("peername")
-        fields = {"status": status_of(error), "client": address[0] if isinstance(address, tuple) else None}
+        fields = {"status": error.status, "client": address[0] if isinstance(address, tuple) else None}
         log.info("refused what a client sent: %s", error.message, extra={"fields": fields})
         if self._awaits_head():
             self.transport.write(raw_response(error))

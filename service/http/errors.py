@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineError
-from service.errors import BadRequest, Busy, ComputationError, ServiceError, Unauthorized, as_service_error, status_of
+from service.errors import BadRequest, Busy, ComputationError, ServiceError, Unauthorized, as_service_error
 from service.observe.metrics import Metrics
 from service.schemas.fields import shown
 
@@ -47,7 +47,7 @@ def error_response(error: ServiceError) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
     elif isinstance(error, Unauthorized):
         headers = {"WWW-Authenticate": "Bearer"}
-    return JSONResponse(error_body(error), status_of(error), headers)
+    return JSONResponse(error_body(error), error.status, headers)
 
 
 def install_handlers(app: FastAPI) -> None:

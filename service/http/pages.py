@@ -46,7 +46,7 @@ def front_page(known: Front, url: str) -> str:
         f" <span class=soft>(version {escape(known.version)})</span></p>",
     ]
     if known.model is not None:
-        parts.append(f"<h2>Model</h2>{_rows((name, _shown(value)) for name, value in known.model.items())}")
+        parts.append(f"<h2>Model</h2>{_rows((name, _code(value)) for name, value in known.model.items())}")
         layer = known.model["default layers"][-1]
         parts.append(f"<h2>Try it</h2><pre>{escape(EXAMPLE.format(url=url, layer=layer))}</pre>")
     # Relative, so that they hold behind a proxy that puts the service below a path of its own.
@@ -66,6 +66,6 @@ def _rows(rows: Iterator[tuple[str, str]]) -> str:
     return "<table>" + "".join(f"<tr><th scope=row>{escape(name)}</th><td>{text}</td></tr>" for name, text in rows) + "</table>"
 
 
-def _shown(value: object) -> str:
+def _code(value: object) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return f"<code>{escape(text)}</code>"

@@ -18,7 +18,7 @@ from structlog.processors import JSONRenderer, format_exc_info
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, WrappedLogger
 
-from service.times import rfc3339
+from service.wire import rfc3339
 
 LogFormat = Literal["text", "json"]
 
@@ -96,7 +96,7 @@ def _as_text(logger: WrappedLogger, method: str, event: EventDict) -> str:
     time = strftime("%Y-%m-%d %H:%M:%S", localtime(event.pop("time")))
     level, message, exception = event.pop("level").upper(), _escaped(event.pop("message")), event.pop("exception", "")
     del event["logger"]
-    fields = "".join(f" {name}={_shown(value)}" for name, value in event.items())
+    fields = "".join(f" {name}={_value(value)}" for name, value in event.items())
     stack = "".join(f"\n  {_escaped(line)}" for line in exception.split("\n")) if exception else ""
     return f"{time} {level:<7} {message}{fields}{stack}"
 
@@ -113,7 +113,7 @@ def _escaped(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401 - any JSON value
+def _value(value: Any) -> str:  # noqa: ANN401 - any JSON value
     """As it is where that is one word, so that lines can be read; else as JSON, so that nothing breaks out of its line."""
     text = value if isinstance(value, str) else json.dumps(value, default=repr)
     return text if _PLAIN.fullmatch(text) else json.dumps(value, default=repr)

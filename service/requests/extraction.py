@@ -15,7 +15,7 @@ from service.schemas.generation import GenerationRequest
 from service.schemas.transfer import PREFIX, TransferParams
 from service.services import ModelIdentity
 from service.text.prompts import PreparedPrompt
-from service.times import rfc3339
+from service.wire import rfc3339
 
 FORMAT = "strata.hidden_states.v1"
 

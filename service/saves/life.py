@@ -13,14 +13,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 from engine.errors import SaveError
 from engine.saves.spec import SavedFile, SaveEvent, SaveSpec
 from service.errors import ServiceError
+from service.observe.failures import Ended, logs_failure
 from service.observe.metrics import Metrics
 from service.registry.records import SaveRecord, SaveStatus
 from service.registry.registry import Registry
@@ -126,7 +125,7 @@ class Saver:
         if save is None:
             return
         if event.status in ("running", "writing"):
-            self._registry.update(event.save_id, status=event.status).add_done_callback(partial(_log_failure, save))
+            self._registry.update(event.save_id, status=event.status).add_done_callback(_logs_failure(save))
             self._to_loop(self._progressed, save, event)
         elif event.status == "completed" and save.held:
             self._to_loop(self._published, save, event)
@@ -136,7 +135,7 @@ class Saver:
 
     def keep_output(self, save: LiveSave, output: dict[str, Any]) -> None:
         """Keeps the text in the record of a save that is held or still being written."""
-        self._registry.update(save.id, output=output).add_done_callback(partial(_log_failure, save))
+        self._registry.update(save.id, output=output).add_done_callback(_logs_failure(save))
 
     def release(self, save: LiveSave) -> None:
         """The save need not be held any longer: it is completed, now or when its file is published."""
@@ -253,9 +252,8 @@ def _final_changes(event: SaveEvent) -> dict[str, Any]:
     return changes
 
 
-def _log_failure(save: LiveSave, done: "Future[Any]") -> None:
-    if done.exception() is not None:
-        log.error("a record could not be updated", exc_info=done.exception(), extra={"fields": save.record.log_fields})
+def _logs_failure(save: LiveSave) -> Callable[[Ended], None]:
+    return logs_failure(log, "a record could not be updated", save.record.log_fields)
 
 
 def file_url(save_id: str) -> str:

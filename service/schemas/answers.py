@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from engine.layers import LayerId
+from service.wire import Json
 
 SaveStatusName = Literal["queued", "running", "writing", "completed", "failed", "cancelled", "expired"]
 
@@ -220,7 +221,6 @@ class Version(Answer):
     version: str
 
 
-Json = dict[str, Any]
 COMMON_ERRORS: dict[int | str, Json] = {
     401: {"model": ErrorAnswer, "description": "No API key, or one that isn't valid."},
     408: {"model": ErrorAnswer, "description": "The request took too long to arrive."},

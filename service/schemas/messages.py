@@ -8,8 +8,8 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from engine.errors import InvalidRequest
 from service.schemas.fields import shown
 from service.schemas.generation import PromptRequest
+from service.wire import Json
 
-Json = dict[str, Any]
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
 RESERVED_ARGUMENTS = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"})

@@ -11,8 +11,8 @@ from jinja2 import Template, TemplateError
 
 from engine.errors import InvalidRequest, ModelError
 from service.text.template_sandbox import TemplateSandbox
+from service.wire import Json
 
-Json = dict[str, Any]
 DEFAULT, TOOL_USE = "default", "tool_use"
 LONGEST_MESSAGE = 500
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")

@@ -7,10 +7,12 @@ import json
 import logging
 import re
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from service.observe.failures import logs_failure
 from service.observe.logs import LogFormat, line_formatter, lines_of_request, lines_of_saves
 
 
@@ -172,3 +174,17 @@ def test_saves_of_no_request_are_nobodys() -> None:
     written = Written("json")
     logger_to(written).info("x")
     assert "save_id" not in written.objects()[0]
+
+
+def test_what_nobody_waits_for_is_logged_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    failed, cancelled, done = Future[None](), Future[None](), Future[None]()
+    for future in (failed, cancelled, done):
+        future.add_done_callback(logs_failure(logging.getLogger("of.a.test"), "it failed", {"save_id": "one"}))
+    failed.set_exception(ValueError("why"))
+    cancelled.cancel()
+    cancelled.set_running_or_notify_cancel()
+    done.set_result(None)
+    [record] = caplog.records
+    assert (record.name, record.getMessage(), vars(record)["fields"]) == ("of.a.test", "it failed", {"save_id": "one"})
+    assert record.exc_info is not None
+    assert record.exc_info[1] is failed.exception()

@@ -49,7 +49,7 @@ async def answer(services: Services, body: GenerationRequest, request: Request, 
     started = await admit(services, plan)
     lines_of_saves(_save_ids(started))
     if services.settings.log_prompts:
-        log.info("prompts", extra={"fields": {"prompts": [_shown(services, prompt) for prompt in plan.prompts]}})
+        log.info("prompts", extra={"fields": {"prompts": [_logged_prompt(services, prompt) for prompt in plan.prompts]}})
     request.state.admitted = True
     if isinstance(started, Replay):
         services.metrics.request_ended("replayed")
@@ -62,7 +62,7 @@ async def answer(services: Services, body: GenerationRequest, request: Request, 
     return await _answer(services, plan, started, request)
 
 
-def _shown(services: Services, prompt: PreparedPrompt) -> str | list[int]:
+def _logged_prompt(services: Services, prompt: PreparedPrompt) -> str | list[int]:
     """A prompt for the log, as text where there is any."""
     if prompt.text is not None:
         return prompt.text

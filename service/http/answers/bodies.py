@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from service.http.answers.shapes import shape_of
 from service.registry.records import SaveRecord
@@ -12,8 +11,8 @@ from service.requests.generation import Generation
 from service.saves.life import LiveSave, file_url
 from service.services import Services
 from service.text.prompts import PreparedPrompt
+from service.wire import Json
 
-Json = dict[str, Any]
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 

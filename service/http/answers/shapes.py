@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from service.schemas.chat import ChatRequest
 from service.schemas.generation import GenerationRequest
+from service.wire import Json
 
-Json = dict[str, Any]
 ChoiceBody = Callable[[int, str, Json | None, str | None], Json]
 """From index, text, log-probabilities and finish reason."""
 

@@ -13,8 +13,8 @@ from service.requests.admission import Plan
 from service.requests.choice import Choice, Delta
 from service.requests.generation import Generation
 from service.services import Services
+from service.wire import Json
 
-Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT_SECONDS = 15.0
 """How long a stream may be silent: proxies commonly give up after 60 seconds."""

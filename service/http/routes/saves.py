@@ -13,7 +13,7 @@ from service.saves.deletion import delete_save
 from service.saves.paths.names import ClientPathMap
 from service.schemas.answers import ERRORS, ErrorAnswer, SaveAnswer, SaveList
 from service.services import Services
-from service.times import rfc3339
+from service.wire import rfc3339
 
 router = APIRouter(tags=["saves"])
 

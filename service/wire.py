@@ -1,6 +1,10 @@
-"""Times as clients and log lines have them."""
+"""What bodies, records, files and log lines have in common: JSON objects and times."""
 
 from datetime import UTC, datetime
+from typing import Any
+
+Json = dict[str, Any]
+"""A JSON object."""
 
 
 def rfc3339(seconds: float) -> str:
