@@ -37,6 +37,18 @@ curl {url}v1/completions -H 'Content-Type: application/json' -d '{{
   "kv_transfer_params": {{"layers": [{layer}], "include_output_tokens": true}}}}'"""
 
 
+def page_headers(**sources: str) -> dict[str, str]:
+    """Headers of a page that loads no more than it says: `style="'self'"` lets it have styles of this service."""
+    allowed = "".join(f"{kind}-src {source}; " for kind, source in sources.items())
+    others = "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return {
+        "Content-Security-Policy": f"default-src 'none'; {allowed}{others}",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+
 def front_page(known: Front, url: str) -> str:
     """What is served, whether it is well, and where to go on. `url` is where the service is, with a slash behind."""
     healthy = "ok" if known.status == "ok" else "bad"

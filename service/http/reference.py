@@ -8,16 +8,11 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+from service.http.pages import page_headers
+
 PATH = "/docs"
 PAGE = "reference.html"
-HEADERS = {
-    # Scripts and requests are this service's own; Swagger UI puts styles into its elements.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+HEADERS = page_headers(style="'self'", script="'self'", connect="'self'")
 
 
 class Reference(StaticFiles):

@@ -8,6 +8,7 @@ from typing import cast, get_args
 
 from engine.api import EngineInfo
 from engine.layers import LAYER_CONVENTION, LayerId, resolve_layers
+from engine.saves.inspect import FORMAT
 from engine.saves.spec import SaveDtype, SaveSpec, SaveTarget
 from service.config.version import strata_version
 from service.registry.records import SaveRecord
@@ -16,8 +17,6 @@ from service.schemas.transfer import PREFIX, TransferParams
 from service.services import ModelIdentity
 from service.text.prompts import PreparedPrompt
 from service.wire import rfc3339
-
-FORMAT = "strata.hidden_states.v1"
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.saves.header import read_header
 from engine.saves.inspect import inspect_file
 from service.cli.launcher import ServiceProcess
+from tests.http.child import RUN
 
-RUN = "import sys\nfrom service.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
 SIZES = ["--kv-cache-tokens", "4096", "--state-cache-memory", "16MiB", "--threads", "1", "--device", "cpu", "--dtype", "float32"]
 
 

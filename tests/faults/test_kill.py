@@ -21,7 +21,6 @@ import pytest
 
 from service.cli.launcher import LaunchError, ServiceProcess
 from tests.faults.children import (
-    RUN,
     Child,
     check_file,
     check_nothing_is_left,
@@ -32,6 +31,7 @@ from tests.faults.children import (
     running,
     saved_files,
 )
+from tests.http.child import RUN
 
 KILLS = number_from_environment("STRATA_TEST_KILLS", 8)
 NUM_CLIENTS = 6

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.faults.children import RUN, Child, check_file, check_nothing_is_left, ended, flags, running, saved_files
+from tests.faults.children import Child, check_file, check_nothing_is_left, ended, flags, running, saved_files
+from tests.http.child import RUN
 
 RETRIES = 32
 CLEANS_AT_ONCE = "from service.saves.orphans import clean_parts\nclean_parts.__kwdefaults__['min_age_seconds'] = -60.0\n"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -15,6 +11,7 @@ import pytest
 
 from engine.execution.executor import LaunchedStep, StepExecutor
 from engine.scheduling.plan import Chunk
+from tests.http.child import child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +34,6 @@ def breaking(*arguments):
     return method(*arguments)
 {owner}.{name} = breaking
 """
-RUN = "from service.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
 WAYS = {
     "the model": ("engine.execution.runner", "ModelRunner", "run", "RuntimeError('the device is lost')"),
     "the memory": ("engine.execution.runner", "ModelRunner", "run", "MemoryError()"),
@@ -48,30 +44,6 @@ WAYS = {
 
 RARER = ("the memory", "the pages")
 """Tried in the full run only: each takes seconds."""
-
-
-@dataclass
-class Child:
-    """`strata serve` with a patch."""
-
-    process: subprocess.Popen[str]
-    client: httpx.Client
-
-    def post(self, **body: object) -> httpx.Response:
-        return self.client.post("/v1/completions", json=BODY | body)
-
-
-@contextmanager
-def child(services: Services, patch: str) -> Iterator[Child]:
-    command = [sys.executable, "-c", patch + RUN, "serve", *services.flags(), "--max-running", "3"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().split()[-1]
-            with httpx.Client(base_url=url, timeout=None, trust_env=False) as client:
-                yield Child(process, client)
-        finally:
-            process.kill()
 
 
 def has_failed(response: httpx.Response) -> bool:
@@ -93,7 +65,7 @@ def test_when_the_engine_breaks_everybody_is_answered_and_the_process_ends_with_
     module, owner, name, error = WAYS[way]
     patch = BREAKS_LATER.format(module=module, owner=owner, name=name, error=error)
     bodies: list[dict[str, Any]] = [{}, SAVES, {"stream": True}, SAVES | {"n": 2}, {}, SAVES, {"stream": True} | SAVES]
-    with child(services, patch) as broken, ThreadPoolExecutor(len(bodies)) as pool:
+    with child(services, BODY, patch, "--max-running", "3") as broken, ThreadPoolExecutor(len(bodies)) as pool:
         answers = [pool.submit(broken.post, **body) for body in bodies]
         failed = [has_failed(answer.result()) for answer in answers]
         assert all(fails for fails, body in zip(failed, bodies, strict=True) if "kv_transfer_params" in body)

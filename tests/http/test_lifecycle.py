@@ -7,16 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from service.cli.main import main
+from tests.http.child import child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,22 +60,6 @@ def test_a_client_that_does_not_wait_may_go_away(services: Services, slow_steps:
         assert (record["status"], len(record["output"]["token_ids"])) == ("completed", 30)
 
 
-@dataclass
-class Child:
-    """`strata serve` as a process of its own."""
-
-    process: subprocess.Popen[str]
-    client: httpx.Client
-
-    def post(self, **body: Any) -> httpx.Response:  # noqa: ANN401 - any JSON value
-        return self.client.post("/v1/completions", json=LONG | body)
-
-    def until_running(self) -> None:
-        """Waits until a request is being computed."""
-        while "strata_requests_running 1.0" not in self.client.get("/metrics").text:
-            assert self.process.poll() is None
-
-
 SLOW = """
 import sys, time
 from engine.core import EngineCore
@@ -94,25 +76,10 @@ def dying_step(core):
     raise MemoryError("the device is gone")
 EngineCore.step = dying_step
 """
-RUN = "from service.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
-
-
-@contextmanager
-def child(services: Services, patch: str, *flags: str) -> Iterator[Child]:
-    command = [sys.executable, "-c", patch + RUN, "serve", *services.flags(), *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line.startswith("Strata is ready at http://127.0.0.1:")
-            with httpx.Client(base_url=line.split()[-1], timeout=None, trust_env=False) as client:
-                yield Child(process, client)
-        finally:
-            process.kill()
 
 
 def test_a_signal_drains_running_requests_and_refuses_new_ones(services: Services, tmp_path: Path) -> None:
-    with child(services, SLOW) as running, ThreadPoolExecutor(1) as pool:
+    with child(services, LONG, SLOW) as running, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(running.post, kv_transfer_params={"include_output_tokens": True})
         running.until_running()
         running.process.send_signal(signal.SIGTERM)
@@ -132,7 +99,7 @@ def test_a_signal_drains_running_requests_and_refuses_new_ones(services: Service
 
 
 def test_what_does_not_finish_in_time_is_ended_and_the_exit_is_clean(services: Services, tmp_path: Path) -> None:
-    with child(services, SLOW, "--drain-seconds", "0.2") as running, ThreadPoolExecutor(1) as pool:
+    with child(services, LONG, SLOW, "--drain-seconds", "0.2") as running, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(running.post, kv_transfer_params={"include_output_tokens": True})
         running.until_running()
         running.process.send_signal(signal.SIGINT)
@@ -144,7 +111,7 @@ def test_what_does_not_finish_in_time_is_ended_and_the_exit_is_clean(services: S
 
 
 def test_a_dead_engine_answers_everybody_and_ends_the_process(services: Services) -> None:
-    with child(services, DYING) as running:
+    with child(services, LONG, DYING) as running:
         answer = running.post(kv_transfer_params={})
         assert answer.status_code in (500, 503)
         assert answer.json()["error"]["code"]
@@ -166,7 +133,7 @@ def test_a_port_in_use_ends_the_command_with_2(services: Services) -> None:
 
 
 def test_a_killed_service_leaves_records_that_say_so_and_no_partial_file(services: Services, tmp_path: Path) -> None:
-    with child(services, SLOW) as running, ThreadPoolExecutor(1) as pool:
+    with child(services, LONG, SLOW) as running, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(running.post, kv_transfer_params={"include_output_tokens": True, "hidden_states_path": "killed.safetensors"})
         running.until_running()
         time.sleep(0.2)

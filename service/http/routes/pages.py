@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
 from service.config.version import strata_version
-from service.http.pages import front_page
+from service.http.pages import front_page, page_headers
 from service.http.routes.dependencies import RuntimeDependency
 from service.runtime import Runtime
 from service.schemas.answers import Front
@@ -15,13 +15,7 @@ from service.services import Services
 router = APIRouter(tags=["operations"])
 
 LINKS = {"docs": "/docs", "openapi": "/openapi.json", "models": "/v1/models", "saves": "/saves", "health": "/health", "metrics": "/metrics"}
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-    "Vary": "Accept",
-}
+HEADERS = page_headers(style="'unsafe-inline'") | {"Vary": "Accept"}
 
 
 @router.get("/", response_model=Front, responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}}})
