@@ -1,8 +1,4 @@
-"""Command-line flags out of the fields of `Settings`.
-
-pydantic-settings' own flags don't fit: they join repeated values with commas, split folders at colons, drop empty values, take `null`
-for none, and know no groups (tests/unit/test_settings.py).
-"""
+"""Command-line flags out of the fields of `Settings`."""
 
 import argparse
 from typing import Any, Literal, cast, get_args, get_origin
