@@ -21,10 +21,10 @@ CREATE_ATTEMPTS = 16
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
-def disk_error(error: OSError, path: str) -> SaveError:
-    """What a failed system call means for the client."""
+def disk_error(error: OSError) -> SaveError:
+    """What a failed system call means for the client, who may know the file by another path than the server's: it is not named."""
     code = error.errno
-    return SaveError("no_space" if code in DISK_FULL else "io_error", f"writing {path} failed: {os.strerror(code or errno.EIO)}")
+    return SaveError("no_space" if code in DISK_FULL else "io_error", f"writing the file failed: {os.strerror(code or errno.EIO)}")
 
 
 @dataclass

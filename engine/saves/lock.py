@@ -2,8 +2,10 @@
 
 Clients of vLLM's connector wait for that lock and remove the file themselves, so it is left in place after a save that worked.
 
-A lock file that is made here carries the mark of its owner from the moment on that it has its name until it is released, so one that
-is marked and not locked was left by a crash, and its owner can remove it. Lock files that others have made are never marked.
+A lock file that is made here carries the mark of its owner from the moment on that it has its name. The mark says whether the lock is
+held or was released: one that is marked as held and not locked was left by a crash, one that is marked as released was left for a client
+to remove. Its owner knows both by the mark. Lock files that others have made are never written to, and neither is a file that has a
+second name (a hard link): its content is somebody's.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from engine.saves.publish import remove_if_present
 
 LOCK_SUFFIX = ".lock"
 ATTEMPTS = 16
-MARK_PREFIX = b"strata "
+MAX_MARK_BYTES = 256
 _NO_MODES = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS, errno.ENOENT, errno.EXDEV, errno.EPERM, errno.EACCES)
 """What is answered to `O_TMPFILE`, or to giving such a file a name, where there is no such thing (or no `/proc`)."""
@@ -69,6 +71,7 @@ class LockFile:
     directory_fd: int
     name: str
     fd: int
+    owner: str = ""
 
     @classmethod
     def acquire(cls, directory_fd: int, name: str, umask: int, owner: str = "") -> "LockFile":
@@ -84,7 +87,7 @@ class LockFile:
             fd, made = _open(directory_fd, lock_name, umask, owner)
             try:
                 if fd is not None and _lock_is_ours(directory_fd, lock_name, fd):
-                    return cls(directory_fd, lock_name, fd)
+                    return cls(directory_fd, lock_name, fd, owner)
             except OSError:
                 if made:
                     with contextlib.suppress(OSError):
@@ -93,10 +96,10 @@ class LockFile:
         raise LockBusy(f"{lock_name} is replaced by somebody again and again")
 
     def release(self) -> None:
-        """Unlocks; the file stays, without a mark. Idempotent."""
+        """Unlocks; the file stays, and where it was made by this owner it says that it was released. Idempotent."""
         if self.fd >= 0:
             with contextlib.suppress(OSError):
-                _unmark(self.fd)
+                _mark_as_released(self.fd, self.owner)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -122,17 +125,30 @@ class LockFile:
 
 def is_marked(fd: int, owner: str) -> bool:
     """Whether the lock file was made by `owner` and has not been released since. Raises `OSError`."""
-    return os.pread(fd, 256, 0) == _mark(owner)
+    return _says(fd, _mark(owner))
+
+
+def was_left_by(fd: int, owner: str) -> bool:
+    """Whether the lock file was made by `owner`, released or not. Raises `OSError`."""
+    return is_marked(fd, owner) or _says(fd, _released_mark(owner))
+
+
+def _says(fd: int, mark: bytes) -> bool:
+    return os.fstat(fd).st_nlink <= 1 and os.pread(fd, MAX_MARK_BYTES, 0) == mark
 
 
 def _mark(owner: str) -> bytes:
-    return MARK_PREFIX + owner.encode() + b"\n"
+    return b"strata %s\n" % owner.encode()
 
 
-def _unmark(fd: int) -> None:
-    """Whosever mark it is: a lock that a crash has left may have been taken over."""
-    if os.pread(fd, len(MARK_PREFIX), 0) == MARK_PREFIX:
-        os.ftruncate(fd, 0)
+def _released_mark(owner: str) -> bytes:
+    return b"strata %s released\n" % owner.encode()
+
+
+def _mark_as_released(fd: int, owner: str) -> None:
+    """Only the very mark of this owner: anything else, a mark of another service included, is not ours to change."""
+    if owner and is_marked(fd, owner):
+        os.pwrite(fd, _released_mark(owner), 0)
 
 
 def _open(directory_fd: int, lock_name: str, umask: int, owner: str) -> tuple[int | None, bool]:
@@ -192,10 +208,21 @@ def _open_existing(directory_fd: int, lock_name: str) -> int | None:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise LockBusy(f"{lock_name} is not a regular file") from error
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        _check_plain(fd, lock_name)
+    except BaseException:
         os.close(fd)
-        raise LockBusy(f"{lock_name} is not a regular file")
+        raise
     return fd
+
+
+def _check_plain(fd: int, lock_name: str) -> None:
+    """Raises `LockBusy` for what isn't a regular file, and for one that has another name too: it is more than a lock file to somebody."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise LockBusy(f"{lock_name} is not a regular file")
+    if status.st_nlink > 1:
+        raise LockBusy(f"{lock_name} is a hard link to another file")
 
 
 def _lock_is_ours(directory_fd: int, lock_name: str, fd: int) -> bool:

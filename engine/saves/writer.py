@@ -286,7 +286,7 @@ class SaveWriter:
         if isinstance(error, SaveError):
             return error
         if isinstance(error, OSError):
-            return disk_error(error, job.spec.target.path)
+            return disk_error(error)
         logger.error("a save failed for a reason that was not foreseen", exc_info=error, extra={"fields": job.spec.log_fields})
         return SaveError("engine_error", f"writing failed: {type(error).__name__}: {error}")
 

@@ -76,9 +76,9 @@ def test_whichever_end_comes_first_counts(targets: Targets, root: Path) -> None:
 def test_a_lock_file_is_marked_for_its_service_until_the_file_is_published(root: Path) -> None:
     roots = SaveRoots([str(root)])
     target = claim(Targets(roots, owner="me"))
-    assert b"me" in (root / "dir/x.lock").read_bytes()
+    assert (root / "dir/x.lock").read_bytes() == b"strata me\n"
     publish(target)
-    assert (root / "dir/x.lock").read_bytes() == b""
+    assert (root / "dir/x.lock").read_bytes() == b"strata me released\n"
     roots.close()
 
 

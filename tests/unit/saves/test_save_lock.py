@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.saves.lock import LockBusy, LockFile, is_marked, probe_flock
+from engine.saves.lock import LockBusy, LockFile, is_marked, probe_flock, was_left_by
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -130,17 +130,24 @@ def test_of_two_that_make_the_lock_file_at_once_one_gets_it(directory: int, tmp_
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
-def test_a_lock_file_is_marked_while_it_is_held_and_empty_once_released(
+def test_a_lock_file_says_whose_it_is_and_whether_it_is_held_or_was_released(
     directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
 ) -> None:
     if not unnamed:  # a file system that has no unnamed files, or a machine without /proc
         monkeypatch.setattr(os, "link", unsupported)
     held = LockFile.acquire(directory, "a", 0o022, "me")
+    assert (tmp_path / "a.lock").read_bytes() == b"strata me\n"
     assert is_marked(held.fd, "me")
+    assert was_left_by(held.fd, "me")
     assert not is_marked(held.fd, "m")
+    assert not was_left_by(held.fd, "m")
     assert stat.S_IMODE((tmp_path / "a.lock").stat().st_mode) == 0o644
     held.release()
-    assert (tmp_path / "a.lock").read_bytes() == b""
+    assert (tmp_path / "a.lock").read_bytes() == b"strata me released\n"
+    with (tmp_path / "a.lock").open("rb") as released:
+        assert not is_marked(released.fileno(), "me")
+        assert was_left_by(released.fileno(), "me")
+        assert not was_left_by(released.fileno(), "m")
     assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
 
 
@@ -153,11 +160,58 @@ def test_a_lock_file_that_others_have_made_is_not_marked_nor_changed(directory: 
     assert (tmp_path / "a.lock").read_bytes() == content
 
 
-def test_a_marked_lock_that_a_crash_has_left_is_taken_over_and_released_without_the_mark(directory: int, tmp_path: Path) -> None:
+def test_a_lock_that_a_crash_of_another_service_has_left_is_taken_over_and_keeps_its_mark(directory: int, tmp_path: Path) -> None:
     os.close(LockFile.acquire(directory, "a", 0o022, "other").fd)
-    assert b"other" in (tmp_path / "a.lock").read_bytes()
     LockFile.acquire(directory, "a", 0o022, "me").release()
-    assert (tmp_path / "a.lock").read_bytes() == b""
+    assert (tmp_path / "a.lock").read_bytes() == b"strata other\n"
+
+
+def test_a_lock_that_an_own_crash_has_left_is_taken_over_and_released(directory: int, tmp_path: Path) -> None:
+    os.close(LockFile.acquire(directory, "a", 0o022, "me").fd)
+    LockFile.acquire(directory, "a", 0o022, "me").release()
+    assert (tmp_path / "a.lock").read_bytes() == b"strata me released\n"
+
+
+@pytest.mark.parametrize("content", [b"strata is what this diary is about\n", b"strata me\n", b"strata \n", b"strata me\nand more"])
+@pytest.mark.parametrize("owner", ["me", ""])
+def test_a_lock_file_that_is_a_hard_link_is_refused_and_what_it_links_to_stays(
+    directory: int, tmp_path: Path, content: bytes, owner: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(content)
+    (tmp_path / "a.lock").hardlink_to(victim)
+    with pytest.raises(LockBusy, match=r"a\.lock is a hard link"):
+        LockFile.acquire(directory, "a", 0o022, owner)
+    assert victim.read_bytes() == content
+    with victim.open("rb") as file:
+        assert not is_marked(file.fileno(), owner)
+        assert not was_left_by(file.fileno(), owner)
+
+
+def test_a_lock_file_that_becomes_a_hard_link_while_it_is_held_is_not_written_to(directory: int, tmp_path: Path) -> None:
+    held = LockFile.acquire(directory, "a", 0o022, "me")
+    (tmp_path / "copy").hardlink_to(tmp_path / "a.lock")
+    held.release()
+    assert (tmp_path / "copy").read_bytes() == b"strata me\n"
+
+
+@pytest.mark.parametrize("content", [b"strata is what this diary is about\n", b"strata me\nand more", b"strata you\n", b"strata \n"])
+@pytest.mark.parametrize("owner", ["me", ""])
+def test_a_lock_file_with_any_other_content_than_the_own_mark_stays_as_it_is(
+    directory: int, tmp_path: Path, content: bytes, owner: str
+) -> None:
+    (tmp_path / "a.lock").write_bytes(content)
+    LockFile.acquire(directory, "a", 0o022, owner).release()
+    assert (tmp_path / "a.lock").read_bytes() == content
+
+
+def test_no_descriptor_is_left_of_a_lock_file_that_is_refused(directory: int, tmp_path: Path) -> None:
+    (tmp_path / "victim").touch()
+    (tmp_path / "a.lock").hardlink_to(tmp_path / "victim")
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing's own descriptor must be closed at once
+    with pytest.raises(LockBusy):
+        LockFile.acquire(directory, "a", 0o022, "me")
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - as above
 
 
 def test_a_lock_works_although_there_is_no_room_for_its_mark(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
