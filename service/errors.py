@@ -80,6 +80,13 @@ class Unavailable(ServiceError):
     default_code = "unavailable"
 
 
+class StorageUnavailable(ServiceError):
+    """The file system that holds a file isn't there now, or none of the save roots is the one that it was put in."""
+
+    status = 503
+    default_code = "storage_unavailable"
+
+
 class DiskFull(ServiceError):
     status = 507
     default_code = "no_space"

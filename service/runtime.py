@@ -23,7 +23,6 @@ from service.observe.metrics import Metrics
 from service.observe.tracing import start_tracing
 from service.registry.registry import Registry
 from service.saves.life import Saver
-from service.saves.orphans import clean_parts
 from service.saves.paths.roots import SaveRoots
 from service.saves.reaper import Reaper
 from service.saves.recovery import recover
@@ -194,7 +193,6 @@ class Runtime:
         recovered = recover(registry, roots)
         if recovered.completed or recovered.failed:
             log.warning("after an interruption: %d saves were complete, %d have failed", recovered.completed, recovered.failed)
-        clean_parts(roots, owner=registry.service_id)
         return roots, registry
 
     def _engine_died(self, error: BaseException) -> None:

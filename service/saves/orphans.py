@@ -8,7 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 
-from engine.saves.lock import LOCK_SUFFIX, is_marked, names_file
+from engine.saves.lock import LOCK_SUFFIX, is_marked, names_file, was_left_by
 from service.saves.paths.directories import status_of
 from service.saves.paths.roots import Root, SaveRoots
 
@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 MIN_PART_AGE_SECONDS = 60.0
 """A temporary file is created a moment before it is locked; younger ones are left alone."""
+FORGOTTEN_LOCK_SECONDS = 86400.0
+"""A lock file that was released is for the client of its file to remove. This long after that, the client has forgotten it."""
 _PART = re.compile(r"\.(?:[0-9a-f]{32}|probe-[0-9a-f]{16})\.part")
 _OPEN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -34,19 +36,29 @@ def clean_parts(
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Removes temporary files that nobody has locked and that are older than a minute, and, with an `owner`, lock files that it has made
-    for files which never came; returns how many. Ends early on `stop`.
+    and that have no file: those that a crash has left, and those that were released more than a day ago. Returns how many. Ends early
+    on `stop`.
 
     Services can share a root: a file that is being written is locked by its writer, in whatever process. May run while saves go on.
     """
-    limit = (time.time() if now is None else now) - min_age_seconds
+    now = time.time() if now is None else now
     removed = 0
     for root in _outermost(roots.roots):
         for directory_fd, name in _leftovers_below(root, stop):
             if not name.endswith(LOCK_SUFFIX):
-                removed += remove_unlocked(directory_fd, name, changed_before=limit)
+                removed += remove_unlocked(directory_fd, name, changed_before=now - min_age_seconds)
             elif owner is not None:
-                removed += remove_own_lock(directory_fd, name.removesuffix(LOCK_SUFFIX), owner)
+                removed += _remove_lock(directory_fd, name.removesuffix(LOCK_SUFFIX), owner, now - FORGOTTEN_LOCK_SECONDS)
     return removed
+
+
+def _remove_lock(directory_fd: int, name: str, owner: str, forgotten_before: float) -> bool:
+    def is_forgotten(fd: int) -> bool:
+        return was_left_by(fd, owner) and status_of(directory_fd, name) is None
+
+    return remove_own_lock(directory_fd, name, owner) or remove_unlocked(
+        directory_fd, name + LOCK_SUFFIX, changed_before=forgotten_before, only_if=is_forgotten
+    )
 
 
 def remove_own_lock(directory_fd: int, name: str, owner: str) -> bool:
@@ -128,3 +140,5 @@ def _leftovers_below(root: Root, stop: Callable[[], bool]) -> Iterator[tuple[int
         for name in files:
             if _PART.fullmatch(name) or (name.endswith(LOCK_SUFFIX) and name.removesuffix(LOCK_SUFFIX) not in others):
                 yield directory_fd, name
+                if stop():
+                    return

@@ -1,4 +1,8 @@
-"""What goes by itself: files whose time is over, records that are too old, what crashes have left, and files that clients have removed."""
+"""What goes by itself: files whose time is over, records that are too old, what crashes have left, and files that clients have removed.
+
+What can't be looked at has not been removed: records of files below a folder that is no save root now, or on a file system that isn't
+mounted, stay as they are, and the log says how many there are.
+"""
 
 import asyncio
 import contextlib
@@ -7,14 +11,14 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from engine.saves.lock import LOCK_SUFFIX
-from service.errors import ServiceError
+from service.errors import ServiceError, StorageUnavailable
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
-from service.saves.files import is_saved_file, open_directory, remove_saved
-from service.saves.orphans import clean_parts, remove_unlocked
-from service.saves.paths.directories import status_of
+from service.saves.files import check_in_sight, device_of_saved, open_directory, remove_saved
+from service.saves.orphans import MIN_PART_AGE_SECONDS, clean_parts
 from service.saves.paths.roots import SaveRoots
 from service.saves.space import Space
 
@@ -25,14 +29,14 @@ TICK_SECONDS = 1.0
 SWEEP_SECONDS = 600.0
 ORPHANS_SECONDS = 3600.0
 DAY_SECONDS = 86400.0
-"""What nobody has claimed for so long is an orphan."""
+"""A temporary file that nobody has locked for so long is an orphan also where locks of other machines aren't seen."""
 RETRY_SECONDS = 60.0
 """After a file that has expired could not be removed."""
 PAGE = 500
 PURGED_AT_ONCE = 10_000
 REST = 3.0
-"""A sweep that requests ask for begins so many times the last one's duration after its end: however many ask, a quarter of the time at most
-goes into it. They wait for it."""
+"""A job, or a sweep that requests ask for, begins so many times the last one's duration after its end: however much there is to look
+through and however many ask, a quarter of the time at most goes into it. Requests wait for it."""
 
 
 @dataclass
@@ -59,6 +63,14 @@ class Reaper:
     """The number of the last one that came to its end."""
     _rested: float = 0.0
     _retry_at: dict[str, float] = field(default_factory=dict)
+    _num_unseen: int = 0
+    """Files that this sweep could not look for."""
+    _num_unseen_before: int = 0
+    """In the sweep before."""
+    _unseen_path: str = ""
+    """The last one of them."""
+    _part_age_seconds: float = MIN_PART_AGE_SECONDS
+    """Of temporary files, in the next cleaning. In the first one they are what a crash has left."""
     _running: "asyncio.Task[None] | None" = None
 
     def start(self) -> None:
@@ -86,11 +98,13 @@ class Reaper:
             await self._pause(TICK_SECONDS)
 
     async def _attempt(self, job: _Job) -> None:
+        started = time.monotonic()
         try:
             await job.work()
         except Exception:  # Whatever it is, the next time may go better, and the other jobs are none the worse for it.
             log.exception("cleaning up has failed and will be tried again")
-        job.due = time.monotonic() + job.every_seconds
+        ended = time.monotonic()
+        job.due = ended + max(job.every_seconds, REST * (ended - started))
 
     async def _pause(self, seconds: float) -> None:
         """Ends early where the service does."""
@@ -122,7 +136,8 @@ class Reaper:
         try:
             remove_saved(self.roots, record, lock_files=self.lock_files)
         except (OSError, ServiceError) as error:
-            log.warning("the file of a save has expired but can't be removed: %s", error, extra={"fields": record.log_fields})
+            level = logging.DEBUG if isinstance(error, StorageUnavailable) else logging.WARNING  # The sweep tells of all of those together.
+            log.log(level, "the file of a save has expired but can't be removed: %s", error, extra={"fields": record.log_fields})
             self._retry_at[record.id] = time.monotonic() + RETRY_SECONDS
             return False
         self._retry_at.pop(record.id, None)
@@ -148,40 +163,54 @@ class Reaper:
     async def _sweep(self) -> None:
         started, after = time.monotonic(), 0
         self._begun += 1
+        self._num_unseen = 0
         while not self._closing.is_set():
             records, after = await asyncio.wrap_future(self.registry.completed(after, PAGE))
             changes = await asyncio.to_thread(self._look_at, records)
-            updates = (self.registry.update(save_id, gone=gone) for save_id, gone in changes.items())
+            updates = (self.registry.update(save_id, **fields) for save_id, fields in changes.items())
             await asyncio.gather(*(asyncio.wrap_future(update) for update in updates))
             if len(records) < PAGE:
+                self._tell_unseen()
                 break
         self._completed = self._begun
         ended = time.monotonic()
         self._rested = ended + REST * (ended - started)
 
-    def _look_at(self, records: Sequence[SaveRecord]) -> dict[str, float | None]:
-        """What has changed: when a file was found to be gone, None for one that is there again."""
-        changes: dict[str, float | None] = {}
+    def _look_at(self, records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
+        """What has changed: when a file was found to be gone, None for one that is there again; and its file system's device number."""
+        changes: dict[str, dict[str, Any]] = {}
         with _Directories(self.roots) as directories:
             for record in records:
                 try:
-                    there = self._is_there(directories.open(record), record)
+                    changed = self._changes(directories.open(record), record)
+                except StorageUnavailable:
+                    self._num_unseen += 1
+                    self._unseen_path = record.hidden_states_path
+                    continue
                 except (OSError, ServiceError) as error:
                     log.debug("the file of a save can't be looked at: %s", error, extra={"fields": record.log_fields})
                     continue
-                if there is (record.gone is not None):
-                    changes[record.id] = None if there else self.now()
+                if changed:
+                    changes[record.id] = changed
         return changes
 
-    def _is_there(self, directory_fd: int | None, record: SaveRecord) -> bool:
-        if directory_fd is None:
-            return False
-        name = record.hidden_states_path.rpartition("/")[2]
-        status = status_of(directory_fd, name)
-        if status is None and self.lock_files:
-            # The client has taken the file and forgotten the lock file.
-            remove_unlocked(directory_fd, name + LOCK_SUFFIX, changed_before=self.now() - DAY_SECONDS)
-        return is_saved_file(status, record)
+    def _changes(self, directory_fd: int | None, record: SaveRecord) -> dict[str, Any]:
+        device = None if directory_fd is None else device_of_saved(self.roots, directory_fd, record)
+        if device is None:
+            check_in_sight(self.roots, record)
+            return {"gone": self.now()} if record.gone is None else {}
+        return {name: value for name, value in (("gone", None), ("device", device)) if getattr(record, name) != value}
+
+    def _tell_unseen(self) -> None:
+        """A line when the number has changed."""
+        if self._num_unseen and self._num_unseen != self._num_unseen_before:
+            log.warning(
+                "%d files can't be looked at, such as %s: they lie in a folder that is no save root now, or on a file system that isn't"
+                " mounted. Their records stay, and their bytes count",
+                self._num_unseen,
+                self._unseen_path,
+            )
+        self._num_unseen_before = self._num_unseen
 
     async def purge(self) -> None:
         """Removes the records that are too old or too many."""
@@ -189,11 +218,12 @@ class Reaper:
             pass
 
     async def clean(self) -> None:
-        """Removes temporary files that nobody has written to for a day, and our own lock files that nobody holds and that have no file: a
-        writer of any service holds a lock on its own.
+        """Removes temporary files that nobody has locked, and our own lock files that nobody holds and that have no file: a writer of any
+        service holds a lock on its own. The first time it takes all that are older than a minute, then those older than a day.
         """
-        owner, stop = self.registry.service_id, self._closing.is_set
-        removed = await asyncio.to_thread(clean_parts, self.roots, min_age_seconds=DAY_SECONDS, owner=owner, stop=stop)
+        clean = partial(clean_parts, self.roots, now=self.now(), min_age_seconds=self._part_age_seconds)
+        removed = await asyncio.to_thread(clean, owner=self.registry.service_id, stop=self._closing.is_set)
+        self._part_age_seconds = DAY_SECONDS
         if removed:
             log.info("removed %d temporary files and lock files that nobody uses any more", removed)
 

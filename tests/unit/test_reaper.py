@@ -5,7 +5,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -45,7 +45,7 @@ class World:
         path = self.root / f"{number % 3}" / f"{number}.st"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(states(save_id))
-        path.with_name(path.name + ".lock").touch()
+        path.with_name(path.name + ".lock").write_text(f"strata {self.registry.service_id} released\n")
         status = path.stat()
         record = SaveRecord(save_id, str(path), "request", "model", (1, 2), "float32", created=1.0, status="completed", finished=1.0)
         record = replace(record, bytes=status.st_size, device=status.st_dev, inode=status.st_ino, **changes)
@@ -158,19 +158,158 @@ def test_a_directory_that_is_swapped_for_a_link_holds_no_file_of_ours(world: Wor
     assert world.get(record).gone is not None
 
 
-def test_only_a_forgotten_lock_file_of_a_save_is_removed_after_a_day(world: World) -> None:
-    forgotten, held, beside, foreign = world.add(1), world.add(2), world.add(3), world.root / "poetry.lock"
-    foreign.touch()
-    path_of(forgotten).unlink()
-    path_of(held).unlink()
-    world.clock[0] = time.time() + DAY_SECONDS - 60
+def test_a_sweep_removes_no_lock_file_whosever_it_is(world: World) -> None:
+    ours, foreign = world.add(1), world.add(2)
+    lock_of(foreign).write_bytes(b"")
+    for record in (ours, foreign):
+        path_of(record).unlink()
+        os.utime(lock_of(record), (1.0, 1.0))
+    world.clock[0] = time.time() + 10 * DAY_SECONDS
     asyncio.run(world.reaper.sweep())
+    assert world.get(ours).gone == world.get(foreign).gone == world.clock[0]
+    assert [lock_of(ours).exists(), lock_of(foreign).exists()] == [True, True]
+
+
+def test_a_forgotten_lock_file_of_ours_is_removed_after_a_day(world: World) -> None:
+    forgotten, held, beside, empty = (world.add(number) for number in range(4))
+    foreign = world.root / "poetry.lock"
+    foreign.touch()
+    lock_of(empty).write_bytes(b"")
+    for record in (forgotten, held, empty):
+        path_of(record).unlink()
+    world.clock[0] = time.time() + DAY_SECONDS - 60
+    asyncio.run(world.reaper.clean())
     assert lock_of(forgotten).exists()
     world.clock[0] += 120
     with lock_of(held).open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        asyncio.run(world.reaper.clean())
+    assert [path.exists() for path in (*map(lock_of, (forgotten, held, beside, empty)), foreign)] == [False, True, True, True, True]
+
+
+OTHER_DEVICE = 7
+"""No file system of this machine has that number."""
+
+
+def away(world: World, number: int, **changes: Any) -> SaveRecord:  # noqa: ANN401 - fields of SaveRecord
+    """A save on a file system that isn't mounted now: what stands in its place is an empty folder of another one."""
+    record = world.add(number, **changes)
+    path_of(record).unlink()
+    lock_of(record).unlink()
+    moved = replace(record, device=OTHER_DEVICE)
+    world.registry.update(record.id, device=OTHER_DEVICE).result()
+    return moved
+
+
+def not_configured(world: World, number: int, **changes: Any) -> SaveRecord:  # noqa: ANN401 - fields of SaveRecord
+    """A save in a folder that was a save root once."""
+    record = world.add(number, **changes)
+    old = world.root.parent / "old" / f"{number}.st"
+    old.parent.mkdir(exist_ok=True)
+    path_of(record).rename(old)
+    moved = replace(record, hidden_states_path=str(old))
+    world.registry.update(record.id, hidden_states_path=str(old)).result()
+    return moved
+
+
+@pytest.mark.parametrize("unseen", [away, not_configured])
+def test_a_file_that_can_not_be_looked_at_has_not_been_removed(world: World, unseen: Callable[..., SaveRecord]) -> None:
+    record = unseen(world, 1)
+    asyncio.run(world.reaper.sweep())
+    assert world.get(record) == record
+    assert world.used() == record.bytes
+
+
+@pytest.mark.parametrize("unseen", [away, not_configured])
+def test_a_file_that_can_not_be_looked_at_does_not_expire(world: World, unseen: Callable[..., SaveRecord]) -> None:
+    record, seen = unseen(world, 1, expires=5.0), world.add(2, expires=6.0)
+    assert asyncio.run(world.reaper.expire()) == 1
+    assert world.get(record) == record
+    assert world.get(seen).status == "expired"
+    assert asyncio.run(world.reaper.purge()) is None
+    assert world.get(record) == record
+
+
+def test_what_comes_in_sight_again_goes_on_as_if_nothing_had_been(world: World) -> None:
+    there, removed, expired = world.add(1), world.add(2), world.add(3, expires=5.0)
+    path_of(removed).unlink()
+    empty = world.root.with_name("empty")
+    empty.mkdir()
+    other = SaveRoots([str(empty)])
+    absent = Reaper(world.registry, other, Space(world.registry, other), lock_files=True, now=lambda: 1000.0)
+    asyncio.run(absent.sweep())
+    assert asyncio.run(absent.expire()) == 0
+    other.close()
+    assert [world.get(record) for record in (there, removed, expired)] == [there, removed, expired]
+    asyncio.run(world.reaper.sweep())
+    assert asyncio.run(world.reaper.expire()) == 1
+    assert [world.get(record).gone is not None for record in (there, removed)] == [False, True]
+    assert not path_of(expired).exists()
+
+
+def test_a_file_system_that_comes_back_under_another_number_is_known_by_its_files(world: World) -> None:
+    missing, there, expiring = world.add(1), world.add(2), world.add(3, expires=5.0)
+    path_of(missing).unlink()
+    for record in (missing, there, expiring):
+        world.registry.update(record.id, device=OTHER_DEVICE).result()
+    asyncio.run(world.reaper.sweep())
+    assert world.get(there) == there, "the record has the new number"
+    asyncio.run(world.reaper.sweep())
+    assert world.get(missing).gone is not None
+    assert asyncio.run(world.reaper.expire()) == 1
+    assert not path_of(expiring).exists()
+
+
+def test_a_file_of_another_save_tells_nothing_about_the_file_system(world: World) -> None:
+    missing, other = away(world, 1), world.add(2)
+    world.registry.update(other.id, device=OTHER_DEVICE).result()
+    path_of(other).write_bytes(states(missing.id))
+    for _ in range(2):
         asyncio.run(world.reaper.sweep())
-    assert [path.exists() for path in (lock_of(forgotten), lock_of(held), lock_of(beside), foreign)] == [False, True, True, True]
+    assert world.get(missing).gone is world.get(other).gone is None
+
+
+def test_files_out_of_sight_are_one_line_in_the_log_until_their_number_changes(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    records = [away(world, number) for number in range(2)]
+
+    def swept() -> list[str]:
+        caplog.clear()
+        asyncio.run(world.reaper.sweep())
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    [line] = swept()
+    assert line.startswith(f"2 files can't be looked at, such as {records[1].hidden_states_path}: ")
+    assert swept() == []
+    other = not_configured(world, 2)
+    [line] = swept()
+    assert line.startswith(f"3 files can't be looked at, such as {other.hidden_states_path}: ")
+    for record in (*records, other):
+        world.registry.delete(record.id).result()
+    assert swept() == []
+    away(world, 3)
+    assert [line[:8] for line in swept()] == ["1 files "]
+
+
+def test_expired_files_out_of_sight_are_no_warnings(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    away(world, 1, expires=5.0)
+    asyncio.run(world.reaper.expire())
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_disk_that_fails_is_not_a_file_that_was_removed(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = world.add(1, expires=5.0)
+    path_of(record).unlink()
+
+    def failing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(saved_files, "status_of", failing)
+    asyncio.run(world.reaper.sweep())
+    assert asyncio.run(world.reaper.expire()) == 0
+    assert world.get(record) == record
+    assert "can't be removed: [Errno 5]" in caplog.text
 
 
 def counted_sweeps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -178,7 +317,7 @@ def counted_sweeps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     looks: list[int] = []
     look_at = world.reaper._look_at
 
-    def look(records: Sequence[SaveRecord]) -> dict[str, float | None]:
+    def look(records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
         looks.append(len(records))
         return look_at(records)
 
@@ -219,7 +358,7 @@ def test_whoever_asks_while_a_sweep_runs_waits_for_the_next(world: World, monkey
         loop, look_at = asyncio.get_running_loop(), world.reaper._look_at
         others: list[asyncio.Task[None]] = []
 
-        def look_and_wait(records: Sequence[SaveRecord]) -> dict[str, float | None]:
+        def look_and_wait(records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
             changes = look_at(records)
             if not others:  # it was still there when the sweep came by
                 path_of(record).unlink()
@@ -244,7 +383,7 @@ def test_who_shares_a_sweep_with_somebody_who_leaves_gets_another(world: World, 
     path_of(record).unlink()
     look_at, left = world.reaper._look_at, threading.Event()
 
-    def look_late(records: Sequence[SaveRecord]) -> dict[str, float | None]:
+    def look_late(records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
         in_sweep.set()
         left.wait()
         return look_at(records)
@@ -285,23 +424,89 @@ def test_old_records_go_however_many_there_are(world: World, monkeypatch: pytest
     assert all(path_of(record).exists() for record in records)
 
 
-def test_what_a_crash_in_a_removal_leaves_is_removed_after_a_day(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = world.add(1)
+def test_what_a_crash_in_a_removal_leaves_is_removed_after_a_minute_by_a_start_and_after_a_day_else(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
 
     def crash(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    def left(number: int) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(saved_files.os, "unlink", crash)
+            with pytest.raises(KeyboardInterrupt):
+                remove_saved(world.roots, world.add(number), lock_files=True)
+        (aside,) = world.root.rglob(".*.part")
+        return aside
+
+    def cleaned(aside: Path, age_seconds: float) -> bool:
+        world.clock[0] = time.time() + age_seconds
+        asyncio.run(world.reaper.clean())
+        return not aside.exists()
+
+    aside = left(1)
+    assert cleaned(aside, 90)
+    assert "removed 1 temporary files and lock files that nobody uses any more" in caplog.text
+    caplog.clear()
+    aside = left(2)
+    assert not cleaned(aside, 90)
+    assert not cleaned(aside, DAY_SECONDS - 60)
+    assert caplog.records == []
+    assert cleaned(aside, DAY_SECONDS + 60)
+
+
+def test_the_first_cleaning_leaves_what_was_made_a_moment_ago(world: World) -> None:
+    part = world.root / f".{1:032x}.part"
+    part.touch()
+    world.clock[0] = time.time() + 30
+    asyncio.run(world.reaper.clean())
+    assert part.exists()
+
+
+def test_a_cleaning_that_fails_is_a_first_one_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = world.root / f".{1:032x}.part"
+    part.touch()
+    world.clock[0] = time.time() + 90
+
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
     with monkeypatch.context() as patch:
-        patch.setattr(saved_files.os, "unlink", crash)
-        with pytest.raises(KeyboardInterrupt):
-            remove_saved(world.roots, record, lock_files=True)
-    (aside,) = path_of(record).parent.glob(".*.part")
+        patch.setattr(reaper_module, "clean_parts", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            asyncio.run(world.reaper.clean())
     asyncio.run(world.reaper.clean())
-    assert aside.exists()
-    os.utime(aside, (1.0, 1.0))
-    monkeypatch.setattr("service.saves.orphans.time.time", lambda: time.monotonic() + 10**10)
-    asyncio.run(world.reaper.clean())
-    assert not aside.exists()
+    assert not part.exists()
+
+
+def test_a_cleaning_ends_with_the_service(world: World) -> None:
+    part = world.root / f".{1:032x}.part"
+    part.touch()
+    world.clock[0] = time.time() + 90
+
+    async def run() -> None:
+        await world.reaper.close()
+        await world.reaper.clean()
+
+    asyncio.run(run())
+    assert part.exists()
+
+
+def test_a_job_that_takes_long_rests_three_times_as_long(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(reaper_module.time, "monotonic", lambda: clock[0])
+
+    async def work() -> None:
+        clock[0] += 50.0
+
+    async def quick() -> None:
+        pass
+
+    long, short = reaper_module._Job(work, 1.0), reaper_module._Job(quick, 1.0)
+    asyncio.run(world.reaper._attempt(long))
+    asyncio.run(world.reaper._attempt(short))
+    assert (long.due, short.due) == (200.0, 51.0)
 
 
 def test_it_does_everything_at_the_start_and_ends_when_told(world: World) -> None:

@@ -1,5 +1,6 @@
 """The allowed save roots: where client paths may lead, and how they are opened (contract section 7)."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class SaveRoots:
         self._umask = umask
         self._map = ClientPathMap(client_path_map)
         self._roots: list[Root] = []
+        self._renumbered: set[tuple[int, int]] = set()
+        """Device numbers that a file system had and has now."""
         try:
             for path in roots:
                 self._add(path, lock_files)
@@ -109,6 +112,27 @@ class SaveRoots:
             if cursor.enter(parts[:-1]):
                 raise NotFound("the directory of the file is gone")
             return OpenTarget(cursor.take(), parts[-1], _join(root, parts))
+
+    def device_at(self, path: str) -> int | None:
+        """The device number of the file system that a path from a record leads to now, by the last of its directories that is there; None
+        for a path below no root.
+        """
+        try:
+            root, parts = self._find(parse(path).parts)
+        except ServiceError:
+            return None
+        with DirectoryCursor(root.fd, self._umask) as cursor:
+            with contextlib.suppress(ServiceError):
+                cursor.enter(parts[:-1])
+            return os.fstat(cursor.fd).st_dev
+
+    def is_same_file_system(self, device: int, now: int) -> bool:
+        """Whether `now` is the device number of the file system that had the number `device`."""
+        return device == now or (device, now) in self._renumbered
+
+    def recognize(self, device: int, now: int) -> None:
+        """A file that was put on `device` was found on `now`: a mount, or a start of the machine, has given its file system that number."""
+        self._renumbered.add((device, now))
 
     def _place(self, path: str | None) -> tuple[Root, Parts, bool]:
         """The root, the components below it, and whether they name a directory. Looks at text only."""
