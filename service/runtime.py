@@ -23,6 +23,7 @@ from service.observe.metrics import Metrics
 from service.observe.tracing import start_tracing
 from service.registry.registry import Registry
 from service.saves.life import Saver
+from service.saves.paths.protected import check_model, check_roots
 from service.saves.paths.roots import SaveRoots
 from service.saves.reaper import Reaper
 from service.saves.recovery import recover
@@ -100,6 +101,7 @@ class Runtime:
         roots, registry = await asyncio.to_thread(self._open_files)
         models = self.settings.state_dir / "models"
         source = await asyncio.to_thread(resolve_model, self.settings.model, cache=models, progress=log.info)
+        await asyncio.to_thread(check_model, settings, source.folder)
         space = Space(registry, roots, max_saved_bytes=settings.max_saved_bytes, min_free_bytes=settings.min_free_bytes)
         saver = Saver(registry, roots, space, self.metrics, loop, lock_files=settings.lock_files)
         events = EngineEvents(self.metrics)
@@ -181,6 +183,7 @@ class Runtime:
 
     def _open_files(self) -> tuple[SaveRoots, Registry]:
         settings = self.settings
+        check_roots(settings)
         roots = SaveRoots(
             [str(root) for root in settings.save_root],
             lock_files=settings.lock_files,

@@ -162,6 +162,12 @@ class Settings(BaseSettings):
         None, "Logging", "collector of traces, such as http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_ENDPOINT", "URL"
     )
 
+    @property
+    def config_file(self) -> Path | None:
+        """The file that was read for what neither flags nor environment say."""
+        file = self.model_config.get("toml_file")
+        return file if isinstance(file, Path) else None
+
     @field_validator("tensor_parallel", "pipeline_parallel")
     @classmethod
     def _single(cls, value: int) -> int:
