@@ -138,6 +138,17 @@ class Unauthorized(ServiceError):
     type = "authentication_error"
 
 
+class UnknownHost(ServiceError):
+    """A Host header that names none of the hosts that the service answers to."""
+
+    status = 421
+    default_code = "unknown_host"
+    type = "invalid_request_error"
+
+    def __init__(self) -> None:
+        super().__init__("the Host header names a host that this service doesn't answer to; --allowed-host adds one")
+
+
 class MalformedRequest(ServiceError):
     """Bytes that are not HTTP."""
 

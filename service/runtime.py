@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal, Protocol, get_args
 
 from engine.api import EngineAPI
@@ -19,6 +20,7 @@ from service.config.settings import Settings, engine_config
 from service.config.units import format_size
 from service.engine_events import EngineEvents
 from service.errors import NotServing
+from service.loading import Loading, StartInterrupted
 from service.observe.metrics import Metrics
 from service.observe.tracing import start_tracing
 from service.registry.registry import Registry
@@ -69,6 +71,7 @@ class Runtime:
         self._undo: list[Callable[[], None]] = []
         self._reaper: Reaper | None = None
         self._grace: asyncio.Task[None] | None = None
+        self._loading = Loading()
         self.metrics.watch_state(lambda: self.state, get_args(RuntimeState))
         self.metrics.show_limits(max_running=settings.max_running, max_queued=settings.max_queued)
 
@@ -80,6 +83,11 @@ class Runtime:
     @property
     def failed(self) -> bool:
         return self.state == "dead"
+
+    @property
+    def start_was_interrupted(self) -> bool:
+        """A thread that loads may still be there, and nobody waits for it."""
+        return self._loading.interrupted
 
     @property
     def ready(self) -> Services | None:
@@ -95,20 +103,29 @@ class Runtime:
         raise NotServing(messages.get(self.state, "the service has stopped"), code=code)
 
     async def start(self) -> None:
-        """Opens roots and registry, recovers from a crash, loads the model. Raises `ConfigError`."""
+        """Opens roots and registry, recovers from a crash, loads the model; returns early if interrupted. Raises `ConfigError`."""
+        try:
+            await self._start()
+        except StartInterrupted:
+            log.info("the start was interrupted")
+
+    def interrupt_start(self) -> None:
+        """Ends a start that is under way."""
+        if self._services is None:
+            self._loading.interrupt()
+
+    async def _start(self) -> None:
         loop, settings = asyncio.get_running_loop(), self.settings
         umask = _process_umask() if settings.umask is None else settings.umask
         roots, registry = await asyncio.to_thread(self._open_files)
-        models = self.settings.state_dir / "models"
-        source = await asyncio.to_thread(resolve_model, self.settings.model, cache=models, progress=log.info)
-        await asyncio.to_thread(check_model, settings, source.folder)
+        source = await self._loading.run(self._resolve_model)
         space = Space(registry, roots, max_saved_bytes=settings.max_saved_bytes, min_free_bytes=settings.min_free_bytes)
         saver = Saver(registry, roots, space, self.metrics, loop, lock_files=settings.lock_files)
         events = EngineEvents(self.metrics)
         events.bind(loop, saver.on_event, self._engine_died)
         readers = self._file_readers()
         engine = await self._start_engine(engine_config(settings, source.folder, umask), events)
-        tokenizer = await asyncio.to_thread(_tokenizer, source)
+        tokenizer = await self._loading.run(partial(_tokenizer, source))
         self._services = Services(
             settings=settings,
             engine=engine,
@@ -138,6 +155,7 @@ class Runtime:
             return
         self._state = "draining"
         if self._services is None:
+            self.interrupt_start()
             return
         engine = self._services.engine
         engine.drain()
@@ -151,6 +169,7 @@ class Runtime:
         if self._grace is not None:
             self._grace.cancel()
         services = self._services
+        await self._loading.unwound()
         if self._reaper is not None:
             await self._reaper.close()
         while self._undo:
@@ -165,10 +184,15 @@ class Runtime:
 
     async def _start_engine(self, config: EngineConfig, events: EngineEvents) -> EngineAPI:
         engine = self._make_engine(config, events)
-        await asyncio.to_thread(engine.start, _progress_lines())
         self._undo.append(engine.stop)
+        await self._loading.run(partial(engine.start, _progress_lines()))
         self.metrics.watch_engine(engine.stats)
         return engine
+
+    def _resolve_model(self) -> ModelSource:
+        source = resolve_model(self.settings.model, cache=self.settings.state_dir / "models", progress=log.info)
+        check_model(self.settings, source.folder)
+        return source
 
     def _start_reaper(self, registry: Registry, roots: SaveRoots, space: Space) -> None:
         self._reaper = Reaper(registry, roots, space, lock_files=self.settings.lock_files)

@@ -77,6 +77,13 @@ class Settings(BaseSettings):
     cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(values.origins)] = _option(
         (), "Network", "web pages of this origin may call the API; repeatable, * for all", "none", "ORIGIN"
     )
+    allowed_host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(values.hosts)] = _option(
+        (),
+        "Network",
+        "host that requests may name beside this machine's own names; repeatable, *.example.org for subdomains, * for all",
+        "none on a loopback address, else all",
+        "HOST",
+    )
     drain_seconds: float = _option(30.0, "Network", "how long running requests may take to finish after SIGTERM", metavar="SECONDS", ge=0)
 
     layers: Annotated[tuple[LayerId, ...] | None, NoDecode, BeforeValidator(values.layers)] = _option(

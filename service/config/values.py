@@ -48,14 +48,26 @@ def paths(value: object) -> object:
     return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
 
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[[0-9A-Fa-f:.]+\]")
+
+
 def origins(value: object) -> object:
-    """Commas stand between origins in the environment, since origins hold colons."""
+    return _comma_separated(value, _ORIGIN, "an origin such as https://example.org or https://example.org:8443")
+
+
+def hosts(value: object) -> object:
+    return _comma_separated(value, _HOST, "a host such as strata.example.org, *.example.org or [::1], without a port")
+
+
+def _comma_separated(value: object, pattern: re.Pattern[str], description: str) -> object:
+    """Commas stand between origins and hosts in the environment, since both can hold colons."""
     parts = [part for part in value.split(",") if part] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         return value
-    for origin in parts:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", str(origin)):
-            raise ValueError(f"{origin!r} is not an origin such as https://example.org or https://example.org:8443")
+    for part in parts:
+        if not pattern.fullmatch(str(part)):
+            raise ValueError(f"{part!r} is not {description}")
     return tuple(parts)
 
 

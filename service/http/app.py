@@ -16,6 +16,7 @@ from service.config.version import strata_version
 from service.http.access_log import AccessLog
 from service.http.auth import ApiKeys
 from service.http.errors import install_handlers
+from service.http.hosts import HostCheck
 from service.http.limits import DEFAULT_LIMITS, HttpLimits
 from service.http.middleware import Authentication, BodyLimit, CountedAnswers, HeadLimit, RequestId, RequestLimit, UnexpectedErrors
 from service.http.reference import add_reference
@@ -47,6 +48,7 @@ def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpL
         app.state.start = asyncio.get_running_loop().create_task(runtime.start())
         app.state.start.add_done_callback(_report_failed_start)
         yield
+        runtime.interrupt_start()
         await asyncio.wait([app.state.start])
         await runtime.stop()
 
@@ -85,6 +87,7 @@ def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits, ru
         Middleware(RequestId),
         *([] if runtime.tracing is None else [Middleware(TraceIds)]),
         Middleware(AccessLog),
+        Middleware(HostCheck, bound=settings.host, allowed=settings.allowed_host),
         *([cors] if settings.cors_origin else []),
         Middleware(UnexpectedErrors),
         Middleware(HeadLimit, limits=limits),

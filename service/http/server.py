@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from service.config.settings import Settings
 from service.http.app import create_app
 from service.http.connection import guarded_protocol
+from service.http.hosts import is_local
 from service.http.limits import DEFAULT_LIMITS, HttpLimits
 from service.runtime import Runtime
 
@@ -51,10 +52,11 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `ConfigError` where the address can't be had."""
+    """A listening socket; `::` takes IPv4 as well. Raises `ConfigError` where the address can't be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a host name"
         raise ConfigError(f"can't listen on {host} port {port}: {reason}") from error
@@ -99,15 +101,28 @@ def serve(settings: Settings, runtime: Runtime | None = None) -> int:
     app = create_app(settings, runtime, limits)
     listening = listen(settings.host, settings.port)
     config = server_config(app, limits)
+    _warn_if_open(settings, listening)
     with listening, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(app, runtime, Server(config), listening))
+        status = runner.run(_serve(app, runtime, Server(config), listening))
+    if runtime.start_was_interrupted:
+        # Python would wait for threads that still load a model, and for those of the hub's client.
+        logging.shutdown()
+        os._exit(status)
+    return status
+
+
+def _warn_if_open(settings: Settings, listening: socket.socket) -> None:
+    address = listening.getsockname()[0]
+    if settings.api_keys_file is None and not is_local(address):
+        log.warning(
+            "listening on %s without --api-keys-file: whoever reaches the port may use the model, and read and delete every save", address
+        )
 
 
 async def _serve(app: FastAPI, runtime: Runtime, server: Server, listening: socket.socket) -> int:
     runtime.on_fatal = lambda: _exit_soon(server)
     _handle_signals(runtime, server)
-    if app.state.keys is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.keys.reload)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _no_keys if app.state.keys is None else app.state.keys.reload)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     status = await _until_ready(app, runtime, server, serving, listening)
     await serving
@@ -137,6 +152,11 @@ async def _until_ready(app: FastAPI, runtime: Runtime, server: Server, serving: 
 def _url(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _no_keys() -> None:
+    """SIGHUP asks a daemon to read its files again and never ends one, whether or not there are files; a lost terminal doesn't, either."""
+    log.info("SIGHUP: there is no --api-keys-file to read again")
 
 
 def _exit_soon(server: Server) -> None:

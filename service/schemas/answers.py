@@ -225,6 +225,7 @@ COMMON_ERRORS: dict[int | str, Json] = {
     401: {"model": ErrorAnswer, "description": "No API key, or one that isn't valid."},
     408: {"model": ErrorAnswer, "description": "The request took too long to arrive."},
     413: {"model": ErrorAnswer, "description": "The body is too large."},
+    421: {"model": ErrorAnswer, "description": "The Host header names a host that the service doesn't answer to."},
     429: {"model": ErrorAnswer, "description": "Too much is being asked at one time; see Retry-After."},
     431: {"model": ErrorAnswer, "description": "Too many or too large headers."},
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from service.config.settings import ENV_PREFIX, Settings
+from service.config.settings import ENV_PREFIX, Settings, load_settings
+from service.saves.paths.protected import check_roots
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TEXT = (DEPLOY / "compose.yaml").read_text()
@@ -89,3 +92,44 @@ def test_files_that_are_mounted_exist() -> None:
     mounted = [DEPLOY / volume.partition(":")[0] for volume in volumes if volume.startswith("./")]
     assert len(mounted) == 3
     assert [path for path in mounted if not path.exists()] == []
+
+
+def test_no_folder_of_the_service_lies_in_the_save_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = (DEPLOY.parent / "Dockerfile").read_text()
+    for name, value in re.findall(r"\b(STRATA_\w+|HOME)=(\S+)", image):
+        monkeypatch.setenv(name, value)
+    check_roots(load_settings({}))
+    monkeypatch.setenv("STRATA_SAVE_ROOT", EXAMPLE["STRATA_SAVES"])
+    check_roots(load_settings({}))
+
+
+def grafana_starts(folder: Path, password: str) -> tuple[str | None, str]:
+    """What Grafana's own start script would see as the password, and what stands in the log before it."""
+    [script] = SERVICES["grafana"]["command"]
+    (folder / "run.sh").write_text('#!/bin/sh\necho "starts with ${GF_SECURITY_ADMIN_PASSWORD-none}"\n')
+    (folder / "run.sh").chmod(0o755)
+    script = script.replace("$$", "$").replace("/run.sh", f"{folder}/run.sh").replace("/var/lib/grafana", str(folder))
+    command = [*SERVICES["grafana"]["entrypoint"], script]
+    environment = {"PATH": os.environ["PATH"], "GF_SECURITY_ADMIN_PASSWORD": password}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    before, _, seen = said.partition("starts with ")
+    return None if seen == "none\n" else seen.strip(), before
+
+
+def test_grafana_has_no_password_that_others_know(tmp_path: Path) -> None:
+    assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == "${GRAFANA_PASSWORD:-}"
+    assert EXAMPLE["GRAFANA_PASSWORD"] == ""
+    first, said = grafana_starts(tmp_path, "")
+    other, _ = grafana_starts(tmp_path, "")
+    assert first is not None
+    assert len(first) >= 32
+    assert first.isalnum()
+    assert first != other
+    assert said == f"Grafana: sign in as admin with the password {first}\n"
+
+
+def test_grafana_takes_the_password_that_is_set_and_keeps_the_one_it_has(tmp_path: Path) -> None:
+    assert grafana_starts(tmp_path, "mine") == ("mine", "")
+    (tmp_path / "grafana.db").touch()
+    assert grafana_starts(tmp_path, "mine") == ("mine", "")
+    assert grafana_starts(tmp_path, "") == (None, "")

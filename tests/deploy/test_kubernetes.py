@@ -16,6 +16,7 @@ import yaml
 
 from service.config.settings import ENV_PREFIX, Settings, load_settings
 from service.http.server import LAST_ANSWERS_SECONDS
+from service.saves.paths.protected import check_roots
 from tests.deploy.monitoring import DEPLOY, PROMETHEUS
 
 if TYPE_CHECKING:
@@ -145,6 +146,32 @@ def test_variables_are_settings_and_have_values_that_work(manifests: Manifests, 
     settings = load_settings({})
     assert settings.host == "0.0.0.0"
     assert (settings.log_format, settings.drain_seconds) == ("json", Settings.model_fields["drain_seconds"].default)
+
+
+def test_no_folder_of_the_service_lies_in_the_save_root(manifests: Manifests, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STRATA_SAVE_ROOT", "STRATA_STATE_DIR", "HOME"):
+        monkeypatch.setenv(name, manifests.environment[name])
+    check_roots(load_settings({}))
+
+
+def test_only_pods_that_are_marked_as_clients_reach_the_service(manifests: Manifests) -> None:
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in manifests.of("NetworkPolicy")}
+    (port,) = manifests.container["ports"]
+    for spec in policies.values():
+        assert spec["podSelector"]["matchLabels"].items() <= manifests.pod["metadata"]["labels"].items()
+        assert spec["policyTypes"] == ["Ingress"]
+        [rule] = spec["ingress"]
+        assert rule["ports"] == [{"protocol": "TCP", "port": port["name"]}]
+    assert policies["strata"]["ingress"][0]["from"] == [{"podSelector": {"matchLabels": {"strata-client": "true"}}}]
+    assert "strata-client" not in manifests.pod["metadata"]["labels"]
+
+
+def test_prometheus_may_scrape_where_it_is_to() -> None:
+    policy = yaml.safe_load((HERE / "monitoring" / "network-policy.yaml").read_text())
+    [source] = policy["spec"]["ingress"][0]["from"]
+    assert set(source) == {"namespaceSelector", "podSelector"}, "one source, of which both are true"
+    for version in VERSIONS:
+        kubernetes_validate.validate(policy, version, strict=True)
 
 
 def test_every_mount_has_its_volume_and_every_volume_its_claim(manifests: Manifests) -> None:

@@ -64,7 +64,8 @@ class Leaver:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             content = json.dumps(self.body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+            kind = f"Content-Type: application/json\r\nContent-Length: {len(content)}"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n\r\n"
             request = head.encode() + content
             connection.sendall(request[: int(self.sent * len(request))])
             time.sleep(self.seconds)

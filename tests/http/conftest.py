@@ -200,6 +200,7 @@ class Services:
             "kv_cache_tokens": 4096,
             "state_cache_memory": 16 * 2**20,
             "threads": 1,
+            "allowed_host": ("x",),  # what requests say that are written out
         }
         return Settings(**known | changes)
 

@@ -37,6 +37,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "layers": None,
         "api_keys_file": None,
         "cors_origin": (),
+        "allowed_host": (),
         "extract_by_default": False,
         "save_root": (Path("saves"),),
         "device": "auto",
