@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -438,6 +439,40 @@ def test_a_recorded_path_is_located_without_making_anything(world: World) -> Non
             world.roots.locate(str(path))
         assert refused.value.status == 403
     assert snapshot(world.base) == before
+
+
+def test_the_file_system_of_a_recorded_path_is_that_of_the_last_folder_which_is_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = {path.stat().st_ino: number for number, path in enumerate((world.default, world.default / "dir", world.second), 100)}
+    real_fstat, descriptors = os.fstat, len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing's own descriptor must be closed at once
+    monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_dev=devices.get(real_fstat(fd).st_ino), st_size=0))
+    for path, device in {
+        "saves/x": 100,
+        "saves/missing/x": 100,
+        "saves/file/x": 100,
+        "saves/link-out/x": 100,
+        "saves/link-dangling/missing/x": 100,
+        "saves/dir/x": 101,
+        "saves/dir/missing/deeper/x": 101,
+        "saves/dir/link-out/x": 101,
+        "second/x": 102,
+        "outside/x": None,
+        "saves-evil/x": None,
+        "saves/../outside/x": None,
+    }.items():
+        assert world.roots.device_at(f"{world.base}/{path}") == device, path
+    assert world.roots.device_at("") is None
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208 - as above
+
+
+def test_a_file_system_is_the_same_by_its_number_and_where_it_was_recognized_under_a_new_one(world: World) -> None:
+    assert world.roots.is_same_file_system(5, 5)
+    assert not world.roots.is_same_file_system(5, 6)
+    world.roots.recognize(5, 6)
+    assert world.roots.is_same_file_system(5, 6)
+    assert [world.roots.is_same_file_system(*pair) for pair in ((6, 5), (5, 7), (4, 6))] == [False, False, False]
 
 
 def test_client_paths_are_rewritten_at_whole_components_both_ways(tmp_path: Path) -> None:
