@@ -110,9 +110,8 @@ class Runtime:
             log.info("the start was interrupted")
 
     def interrupt_start(self) -> None:
-        """Ends a start that is under way."""
-        if self._services is None:
-            self._loading.interrupt()
+        """Ends a start that is under way: whoever waits for it goes on at once."""
+        self._loading.interrupt()
 
     async def _start(self) -> None:
         loop, settings = asyncio.get_running_loop(), self.settings

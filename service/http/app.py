@@ -48,7 +48,8 @@ def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpL
         app.state.start = asyncio.get_running_loop().create_task(runtime.start())
         app.state.start.add_done_callback(_report_failed_start)
         yield
-        runtime.interrupt_start()
+        if not app.state.start.done():
+            runtime.interrupt_start()
         await asyncio.wait([app.state.start])
         await runtime.stop()
 

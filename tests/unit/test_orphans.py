@@ -61,6 +61,10 @@ def test_the_temporary_file_of_a_save_is_hidden_and_named_after_it() -> None:
     assert part_name(ID) == f".{ID}.part"
 
 
+def test_how_old_orphans_are_is_as_documented() -> None:
+    assert (MIN_PART_AGE_SECONDS, FORGOTTEN_LOCK_SECONDS) == (60, 86400)
+
+
 class TestTemporaryFiles:
     def test_they_go_once_they_are_older_than_asked(self, roots: SaveRoots, root: Path) -> None:
         part = made(root / f"a/b/{part_name(ID)}")

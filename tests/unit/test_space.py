@@ -14,7 +14,7 @@ from service.errors import DiskFull, ServiceError
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
 from service.saves.paths.roots import SaveRoots
-from service.saves.space import LARGEST_DEFAULT_RESERVE, QUIET_SECONDS, Disk, Need, QuotaExceeded, Space
+from service.saves.space import DEFAULT_RESERVE_PART, LARGEST_DEFAULT_RESERVE, NEAR, QUIET_SECONDS, Disk, Need, QuotaExceeded, Space
 
 BLOCK = 4096
 
@@ -39,6 +39,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     figures = SimpleNamespace(f_blocks=1000, f_frsize=BLOCK, f_bavail=100)
     monkeypatch.setattr(os, "fstatvfs", lambda fd: figures)
     return figures
+
+
+def test_the_figures_are_as_documented() -> None:
+    assert (LARGEST_DEFAULT_RESERVE, DEFAULT_RESERVE_PART, NEAR, QUIET_SECONDS) == (2**30, 20, 1.25, 60)
 
 
 def nothing_written(save_id: str) -> int:
