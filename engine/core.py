@@ -196,7 +196,7 @@ class EngineCore:
             capture,
             None if sampling.seed is None or not sampling.temperature else torch.Generator().manual_seed(sampling.seed),
             prompt_logprobs=PromptLogprobs.of(len(token_ids), sampling, parts.limits.vocab_size),
-            penalties=Penalties.of(sampling, request.prompt_token_ids),
+            penalties=Penalties.of(sampling, request.prompt_token_ids, parts.eos_token_ids),
         )
 
     # A step

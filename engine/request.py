@@ -40,6 +40,12 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    """Before so many tokens neither a stop token nor an end-of-sequence token can be chosen."""
+    allowed_token_ids: Sequence[int] = ()
+    """Only these can be chosen; empty: all."""
+    bad_words: Sequence[tuple[int, ...]] = ()
+    """Sequences of tokens, none empty, that the output never holds: the last token can't be chosen where the others have just come."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Penalties and biases on logits: per request, in place, only for the requests that ask for them."""
+"""Penalties, biases and masks on logits: per request, in place, only for the requests that ask for them."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ import torch
 
 from engine.device.streams import to_device
 from engine.request import SamplingParams
+from engine.sampling.token_mask import TokenMask, needs_mask
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 _FIRST_CAPACITY = 16
@@ -14,7 +15,8 @@ _FIRST_CAPACITY = 16
 
 def needs_penalties(params: SamplingParams) -> bool:
     """Whether a request's logits are changed at all."""
-    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty or params.logit_bias)
+    penalised = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+    return penalised or bool(params.logit_bias) or needs_mask(params)
 
 
 class TokenCounts:
@@ -60,23 +62,28 @@ class TokenCounts:
 class Penalties:
     """How one request's logits are changed. Made once per request; counts each token of its output once, when it is appended."""
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._params = params
+        self._mask = TokenMask.of(params, eos_token_ids)
         self._counts = TokenCounts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         self._biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt_token_ids: Sequence[int]) -> "Penalties | None":
+    def of(
+        cls, params: SamplingParams, prompt_token_ids: Sequence[int], eos_token_ids: frozenset[int] = frozenset()
+    ) -> "Penalties | None":
         """None where the request's logits stay as they are."""
-        return cls(params, prompt_token_ids) if needs_penalties(params) else None
+        return cls(params, prompt_token_ids, eos_token_ids) if needs_penalties(params) else None
 
     def count(self, token_id: int) -> None:
         """A token was appended to the output."""
         self._counts.add(token_id)
+        if self._mask is not None:
+            self._mask.count(token_id)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Changes the request's `[vocab]` float32 logits in place: repetition penalty, presence and frequency penalty, then bias.
+        """Changes the request's `[vocab]` float32 logits in place: repetition penalty, presence and frequency penalty, bias, then the mask.
 
         On a device other than the CPU the host waits for nothing.
         """
@@ -87,6 +94,8 @@ class Penalties:
             _penalise_presence(logits, params.presence_penalty, params.frequency_penalty, output, counts)
         if params.logit_bias:
             logits.index_add_(0, to_device(self._bias_ids, logits.device), to_device(self._biases, logits.device))
+        if self._mask is not None:
+            self._mask.apply(logits)
 
 
 def _penalise_repetition(logits: torch.Tensor, penalty: float, token_ids: Numbers) -> None:

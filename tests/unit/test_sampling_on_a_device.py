@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.request import SamplingParams, TokenLogprobs
-from engine.sampling import logprobs, penalties, sampler
+from engine.sampling import logprobs, penalties, sampler, token_mask
 from engine.sampling.logprobs import score
 from engine.sampling.penalties import Penalties
 from engine.sampling.sampler import SampledRow, Sampler
@@ -49,7 +49,7 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.empty(host.shape, dtype=host.dtype, device=META)
 
-    for module in (sampler, penalties, logprobs):
+    for module in (sampler, penalties, logprobs, token_mask):
         monkeypatch.setattr(module, "to_device", sent, raising=False)
     monkeypatch.setattr(sampler, "arrays_to_device", lambda arrays, device: [sent(torch.from_numpy(each), device) for each in arrays])
     return META
@@ -71,6 +71,10 @@ CHOICES = [
     [
         SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={3: 1.0}, logprobs=4),
         SamplingParams(top_p=0.5),
+    ],
+    [
+        SamplingParams(temperature=0.0, allowed_token_ids=[3, 4, 7], bad_words=[(7, 4), (3,)], logprobs=1),
+        SamplingParams(top_k=3, min_tokens=9, stop_token_ids=frozenset({5})),
     ],
 ]
 
