@@ -13,10 +13,20 @@ class StopStrings:
     Used by the engine's thread only. The text is that of the output alone, special tokens left out where they are skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        """`min_tokens`: stop strings that end within the text of so many tokens don't count."""
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens, context)
         self._stop = _checked(stop)
         self._reach = max(map(len, self._stop), default=1) - 1
+        self._ignored = min_tokens
+        self._behind = 0  # characters of the tail, below which no stop string may end
         self._tail = ""
 
     def completes_stop(self, token_id: int) -> bool:
@@ -25,15 +35,21 @@ class StopStrings:
         pending = self._decoder.pending()
         # An incomplete character isn't text yet, however it would be shown if the text ended here.
         seen = text if REPLACEMENT in pending else text + pending
+        if self._ignored:
+            self._ignored -= 1
+            self._behind = len(seen)
         self._tail = text[-self._reach :] if self._reach else ""
-        return any(stop in seen for stop in self._stop)
+        found = first_stop(seen, self._stop, self._behind)
+        self._behind = max(0, self._behind - len(text) + len(self._tail))
+        return found is not None
 
 
 class TextStream:
     """Turns the tokens of one choice into the text to send.
 
     The text ends before the stop string that is complete first (of two complete at the same character, the longer), or behind it with
-    `include_stop`. What could become a stop string is held back until that is known, so nothing sent is ever taken back.
+    `include_stop`. Stop strings that end within the text of the first `min_tokens` tokens don't count. What could become a stop string is
+    held back until that is known, so nothing sent is ever taken back.
     """
 
     def __init__(
@@ -43,9 +59,12 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens, context)
         self._stop = _checked(stop)
+        self._ignored = min_tokens
+        self._behind = 0  # characters from the start of the text, below which no stop string may end
         self._longest = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
         self._held = ""  # decoded, not sent
@@ -69,7 +88,7 @@ class TextStream:
         spoken = token_ids[:-1] if silent and token_ids else token_ids
         for token_id in spoken:
             self._offsets.append(self._next_offset())
-            self._take(self._decoder.push((token_id,)))
+            self._take_token(self._decoder.push((token_id,)))
         self._offsets += [self._next_offset()] * (len(token_ids) - len(spoken))
         if finished:
             self._take(self._decoder.flush())
@@ -84,9 +103,18 @@ class TextStream:
         return [min(offset, end) for offset in self._offsets[start:]]
 
     def _next_offset(self) -> int:
+        return max(self._decoded + self._num_pending(), self._offsets[-1] if self._offsets else 0)
+
+    def _num_pending(self) -> int:
+        """Characters that are complete and may still change."""
         pending = self._decoder.pending()
-        complete = 0 if REPLACEMENT in pending else len(pending)
-        return max(self._decoded + complete, self._offsets[-1] if self._offsets else 0)
+        return 0 if REPLACEMENT in pending else len(pending)
+
+    def _take_token(self, text: str) -> None:
+        if self._ignored:
+            self._ignored -= 1
+            self._behind = self._decoded + len(text) + self._num_pending()
+        self._take(text)
 
     def _take(self, text: str) -> None:
         self._decoded += len(text)
@@ -94,7 +122,7 @@ class TextStream:
             return
         # Anything of a stop string that came before has been held back, so looking there is enough.
         self._held += text
-        found = first_stop(self._held, self._stop)
+        found = first_stop(self._held, self._stop, self._behind - (self._decoded - len(self._held)))
         if found is not None:
             start, self.matched = found
             self._held = self._held[: start + len(self.matched) * self._include_stop]
@@ -119,12 +147,12 @@ def _checked(stop: Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
+def first_stop(text: str, stop: Sequence[str], behind: int = 0) -> tuple[int, str] | None:
     """Start and value of the stop string whose end comes first; of those that end together, the longest.
 
-    This doesn't depend on how the text was cut into tokens, which the leftmost start would.
+    Only those count that end behind the first `behind` characters. This doesn't depend on how the text was cut into tokens, which the leftmost start would.
     """
-    found = [(text.find(candidate), candidate) for candidate in stop]
+    found = [(text.find(candidate, max(0, behind - len(candidate) + 1)), candidate) for candidate in stop]
     ends = [(start + len(candidate), start, candidate) for start, candidate in found if start >= 0]
     if not ends:
         return None

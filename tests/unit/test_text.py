@@ -158,9 +158,9 @@ class TestIncrementalDecoder:
         assert max(decoded, default=0) < 40
 
 
-def _naive_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+def _naive_stop(text: str, stop: Sequence[str], behind: int = 0) -> tuple[str, str | None]:
     """Character by character: the text before the first stop string that is complete, the longest of several."""
-    for end in range(1, len(text) + 1):
+    for end in range(behind + 1, len(text) + 1):
         done = [candidate for candidate in stop if text[:end].endswith(candidate)]
         if done:
             longest = max(done, key=len)
@@ -207,6 +207,35 @@ class TestStop:
             if stopped:
                 assert TextStream(tokenizer, stop).push(ids[:end], finished=True) == _naive_stop(text, stop)[0]
                 break
+
+    @EVERY
+    @settings(deadline=None, max_examples=150)
+    @given(data=st.data(), stop=STOPS, min_tokens=st.integers(1, 8), include=st.booleans())
+    def test_stop_strings_within_the_first_tokens_do_not_count(
+        self, tokenizer: Tokenizer, data: st.DataObject, stop: list[str], min_tokens: int, include: bool
+    ) -> None:
+        ids = data.draw(_ids(tokenizer))
+        decoder = IncrementalDecoder(tokenizer)
+        behind = len(decoder.push(ids[:min_tokens]))
+        behind += 0 if "\ufffd" in decoder.pending() else len(decoder.pending())
+        checker = StopStrings(tokenizer, stop, min_tokens=min_tokens)
+        stopped = [checker.completes_stop(token_id) for token_id in ids]
+        assert not any(stopped[:min_tokens])
+        count = stopped.index(True) + 1 if any(stopped) else len(ids)
+        text = tokenizer.decode(ids[:count])
+        before, matched = _naive_stop(text, stop, behind)
+        stream = TextStream(tokenizer, stop, include_stop=include, min_tokens=min_tokens)
+        sent = "".join(stream.push([token_id]) for token_id in ids[:count]) + stream.push([], finished=True)
+        if any(stopped):
+            assert stream.matched is not None
+            assert stream.matched == matched
+        assert sent == before + (stream.matched or "") * include
+
+    def test_a_stop_string_that_begins_in_the_first_tokens_and_ends_behind_them_counts(self) -> None:
+        ids = BYTES.encode("abab")
+        checker, stream = StopStrings(BYTES, ["ba", "a"], min_tokens=2), TextStream(BYTES, ["ba", "a"], min_tokens=2)
+        assert [checker.completes_stop(token_id) for token_id in ids[:3]] == [False, False, True]
+        assert (stream.push(ids[:3], finished=True), stream.matched) == ("a", "ba")
 
     def test_a_stop_string_across_tokens_is_found_and_never_sent(self) -> None:
         ids = BYTES.encode("so he a")
