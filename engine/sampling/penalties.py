@@ -70,9 +70,7 @@ class Penalties:
         self._biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
 
     @classmethod
-    def of(
-        cls, params: SamplingParams, prompt_token_ids: Sequence[int], eos_token_ids: frozenset[int] = frozenset()
-    ) -> "Penalties | None":
+    def of(cls, params: SamplingParams, prompt_token_ids: Sequence[int], eos_token_ids: frozenset[int] = frozenset()) -> "Penalties | None":
         """None where the request's logits stay as they are."""
         return cls(params, prompt_token_ids, eos_token_ids) if needs_penalties(params) else None
 

@@ -1,7 +1,8 @@
 """Chooses one token per row of logits.
 
 Per row, in this order: repetition penalty, presence and frequency penalty, logit bias, tokens that may not be chosen; then greedy
-choice, or temperature, top-k, top-p, min-p (the order of transformers' `generate`) and a draw. Log-probabilities are those of the untouched logits.
+choice, or temperature, top-k, top-p, min-p (the order of transformers' `generate`) and a draw. Log-probabilities are those of the
+untouched logits.
 """
 
 from collections.abc import Callable, Sequence

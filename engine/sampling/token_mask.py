@@ -1,4 +1,4 @@
-"""Tokens that a request may not choose next: those it hasn't allowed, those that would complete a bad word, and ends that come too early."""
+"""Tokens that a request may not choose next: those it hasn't allowed, those that complete a bad word, and ends that come too early."""
 
 import math
 from collections import deque

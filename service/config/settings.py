@@ -159,6 +159,9 @@ class Settings(BaseSettings):
         ge=0,
         allow_inf_nan=False,
     )
+    max_logprobs: int = _option(
+        20, "Memory and scheduling", "most log-probabilities per token that a request can ask for; -1: no limit", metavar="COUNT", ge=-1
+    )
     max_running: int = _option(256, "Memory and scheduling", "requests that run at once", metavar="COUNT", ge=1)
     max_queued: int = _option(1024, "Memory and scheduling", "requests that may wait; more are answered with 429", metavar="COUNT", ge=1)
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 BEARER = HTTPBearer(auto_error=False, description="An API key, where the service runs with --api-keys-file.")
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
-CORS_EXPOSED = ("Content-Range", "ETag", "Retry-After", "X-Request-Id")
+CORS_EXPOSED = ("Content-Range", "ETag", "Retry-After", "X-Request-Id", "X-Should-Retry")
 
 DESCRIPTION = "Runs a causal language model and writes the hidden states of chosen layers to safetensors files."
 

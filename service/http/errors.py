@@ -17,6 +17,8 @@ from service.schemas.fields import shown
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
+LASTING_CODES = frozenset({"path_conflict", "idempotency_key_reused", "non_finite", "out_of_range"})
+"""Of errors that the same request would meet again."""
 HTTP_CODES = {
     400: "invalid_json",
     404: "not_found",
@@ -42,11 +44,13 @@ def _writable(text: str) -> str:
 
 
 def error_response(error: ServiceError) -> JSONResponse:
-    headers = None
+    headers: dict[str, str] = {}
     if isinstance(error, Busy):
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
     elif isinstance(error, Unauthorized):
         headers = {"WWW-Authenticate": "Bearer"}
+    if error.code in LASTING_CODES:  # OpenAI's clients send a 409 and a 500 again unless told not to
+        headers["x-should-retry"] = "false"
     return JSONResponse(error_body(error), error.status, headers)
 
 

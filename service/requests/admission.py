@@ -27,19 +27,18 @@ from service.requests.extraction import (
     save_spec,
 )
 from service.requests.generation import Generation
-from service.requests.sampling import sampling_params
+from service.requests.sampling import BadWords, Vocabulary, bad_word_tokens, check_sampling, check_something_is_left, sampling_params
+from service.requests.texts import choice_text, echoes, reports, stop_checker
 from service.saves.deletion import delete_save
 from service.saves.life import LiveSave
 from service.saves.space import Need
 from service.saves.targets import ClaimedTarget
-from service.schemas.chat import ChatRequest
 from service.schemas.fields import shown
 from service.schemas.generation import GenerationRequest
 from service.schemas.transfer import PREFIX
 from service.services import Services
-from service.text.choice_text import ChoiceText, Echo, chat_logprobs, echo_of, logprobs_object
+from service.text.choice_text import Echo
 from service.text.prompts import PreparedPrompt, prepare_prompts
-from service.text.stream import StopStrings
 
 REUSABLE = frozenset({"failed", "cancelled", "expired"})
 """Saves that left nothing: their key may be used again."""
@@ -53,7 +52,9 @@ class Plan:
     request_id: str
     extraction: Extraction | None
     prompts: list[PreparedPrompt]
-    echoes: list[Echo | None]
+    echoes: list[Echo] | None
+    """What stands before the texts, by prompt; None where nothing does."""
+    bad_words: BadWords
     body_hash: str | None
     owner: str | None
     """Whom the request's API key stands for."""
@@ -65,6 +66,11 @@ class Plan:
     @property
     def idempotency_key(self) -> str | None:
         return None if self.extraction is None else self.extraction.params.idempotency_key
+
+    @property
+    def cache_salt(self) -> str:
+        """Owners share no cached prefixes, so that none can find out another's prompts. No owner's name holds a NUL."""
+        return self.body.cache_salt if self.owner is None else f"{self.owner}\0{self.body.cache_salt}"
 
     @property
     def wait(self) -> object:
@@ -89,26 +95,22 @@ async def make_plan(
     """Tokenizes and checks. Raises `ServiceError` or `InvalidRequest`."""
     check_model(services, body.model)
     _check_tokenizer(services, body)
+    vocabulary = Vocabulary.of(services)
+    check_sampling(body, vocabulary)
     extraction = resolve_extraction(body, services.settings.extract_by_default, services.default_layers, services.info)
     include_last_token = extraction is not None and extraction.params.include_last_token
     _check_count(body.num_prompts * body.n, services.settings.max_queued)
     prompts = await prepare_prompts(body, services.prompt_maker, include_last_token)
-    _check_prompt_logprobs(services, body, prompts)
+    bad_words = await asyncio.to_thread(bad_word_tokens, body.bad_words, services.tokenizer) if body.bad_words else ()
+    check_something_is_left(body, bad_words, vocabulary)
+    _check_prompt_logprobs(services, body, prompts, vocabulary)
     if extraction is not None:
         _check_wait(extraction, body)
         for prompt in prompts:
             check_against_prompt(extraction, body, prompt)
-    echoes = await asyncio.to_thread(_echoes, services, prompts) if body.echoes_prompt else _no_echoes(prompts)
+    echoed = await asyncio.to_thread(echoes, services.tokenizer, body, prompts) if body.echo else None
     has_key = extraction is not None and extraction.params.idempotency_key is not None
-    return Plan(body, request_id, extraction, prompts, echoes, _body_hash(raw_body) if has_key else None, owner)
-
-
-def _echoes(services: Services, prompts: list[PreparedPrompt]) -> list[Echo | None]:
-    return [echo_of(services.tokenizer, prompt.token_ids, prompt.text) for prompt in prompts]
-
-
-def _no_echoes(prompts: list[PreparedPrompt]) -> list[Echo | None]:
-    return [None for _ in prompts]
+    return Plan(body, request_id, extraction, prompts, echoed, bad_words, _body_hash(raw_body) if has_key else None, owner)
 
 
 def check_model(services: Services, model: str | None) -> None:
@@ -127,15 +129,16 @@ def _check_count(num_choices: int, max_queued: int) -> None:
         raise BadRequest(f"prompt and n ask for {num_choices} choices, at most {max_queued} can be queued", param="n")
 
 
-def _check_prompt_logprobs(services: Services, body: GenerationRequest, prompts: list[PreparedPrompt]) -> None:
+def _check_prompt_logprobs(services: Services, body: GenerationRequest, prompts: list[PreparedPrompt], vocabulary: Vocabulary) -> None:
     """All choices are submitted together: what can never fit isn't told to come again."""
-    vocab_size, bound = services.info.model.vocab_size, services.settings.prompt_logprobs_memory
+    bound, size = services.settings.prompt_logprobs_memory, vocabulary.size
     needed = body.n * sum(
-        prompt_logprobs_bytes(len(prompt.token_ids), sampling_params(body, prompt.max_tokens, 0), vocab_size) for prompt in prompts
+        prompt_logprobs_bytes(len(prompt.token_ids), sampling_params(body, prompt.max_tokens, 0, vocabulary), size) for prompt in prompts
     )
     if needed > bound:
-        echoed = f"the echoed prompts of {body.n * len(prompts)} choices"
-        raise BadRequest(f"logprobs {body.num_logprobs} of {echoed} take {needed} bytes, at most {bound} can be kept", param="logprobs")
+        param, count = ("logprobs", body.num_logprobs) if body.prompt_logprobs is None else ("prompt_logprobs", body.prompt_logprobs)
+        echoed = f"the prompts of {body.n * len(prompts)} choices"
+        raise BadRequest(f"{param} {count} of {echoed} take {needed} bytes, at most {bound} can be kept", param=param)
 
 
 def _check_wait(extraction: Extraction, body: GenerationRequest) -> None:
@@ -294,18 +297,17 @@ def _generation(services: Services, plan: Plan, saves: list[LiveSave]) -> Genera
 
 def _choice(services: Services, plan: Plan, index: int, save: LiveSave | None) -> Choice:
     body, which = plan.body, index // plan.body.n
-    prompt, tokenizer = plan.prompts[which], services.tokenizer
-    checker = StopStrings(tokenizer, body.stop, context=prompt.token_ids) if tokenizer is not None and body.stop else None
+    prompt, vocabulary = plan.prompts[which], Vocabulary.of(services)
     request = EngineRequest(
         request_id=uuid.uuid4().hex,
         prompt_token_ids=prompt.token_ids,
-        sampling=sampling_params(body, prompt.max_tokens, index % body.n),
+        sampling=sampling_params(body, prompt.max_tokens, index % body.n, vocabulary, plan.bad_words),
         save=None if save is None else save.spec,
         priority=body.priority,
-        cache_salt=body.cache_salt,
-        stop_checker=checker,
+        cache_salt=plan.cache_salt,
+        stop_checker=stop_checker(services.tokenizer, body, prompt),
         client_request_id=plan.request_id,
     )
-    text = ChoiceText(tokenizer, body.stop, prompt.token_ids)
-    report = chat_logprobs if isinstance(body, ChatRequest) else logprobs_object
-    return Choice(index, prompt, request, save, tokenizer, text, plan.echoes[which], waits_for_save=plan.wait is True, report=report)
+    echo = None if plan.echoes is None else plan.echoes[which]
+    reported, text = reports(services.tokenizer, body, vocabulary), choice_text(services.tokenizer, body, prompt)
+    return Choice(index, prompt, request, save, reported, text, echo, waits_for_save=plan.wait is True)

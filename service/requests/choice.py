@@ -1,6 +1,7 @@
 """One choice of a completion while it is being computed."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -9,9 +10,8 @@ from engine.request import EngineRequest, FinishReason, TokenLogprobs
 from service.engine_events import Update
 from service.errors import ComputationError, SaveFailed, ServiceError, as_service_error
 from service.saves.life import LiveSave
-from service.text.choice_text import ChoiceText, Echo, LogprobsReport, logprobs_object
+from service.text.choice_text import ChoiceText, Echo, LogprobsReport, PromptReport, TokenNames, logprobs_object, prompt_report, with_top
 from service.text.prompts import PreparedPrompt
-from service.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -27,6 +27,16 @@ class Delta:
         return not (self.text or self.token_ids or self.logprobs)
 
 
+@dataclass(frozen=True)
+class Reports:
+    """What a choice's answer says of log-probabilities, and in which form."""
+
+    names: TokenNames
+    form: LogprobsReport = logprobs_object
+    prompt_top: int | None = None
+    """How many of the likeliest tokens the prompt's own report has at each place; None: there is no such report."""
+
+
 @dataclass
 class Choice:
     """Counts what has arrived; `token_ids` is the whole output, the one that completed a stop included."""
@@ -35,15 +45,17 @@ class Choice:
     prompt: PreparedPrompt
     request: EngineRequest
     save: LiveSave | None
-    tokenizer: Tokenizer | None
+    reports: Reports
     text: ChoiceText
     echo: Echo | None
     """None unless asked for; set to None again once it has been sent."""
     waits_for_save: bool
-    report: LogprobsReport = logprobs_object
-    """The form of log-probabilities that this choice's answer has."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or the stop token of the request that ended the text; None for any other end."""
+    prompt_logprobs: PromptReport | None = None
+    """Once the first output has come, where asked for."""
     error: EngineError | None = None
     num_cached_tokens: int = 0
     first_token_at: float | None = None
@@ -96,7 +108,23 @@ class Choice:
         first = len(self.token_ids)
         self.token_ids.extend(update.token_ids)
         text = self.text.push(update.token_ids, ended_now, update.stop_token_id)
-        return self._with_echo(update, Delta(text, update.token_ids, self._logprobs(update, first)))
+        if ended_now and self.finish_reason == "stop":
+            self.stop_reason = self._stop_reason(update)
+        self._report_prompt(update)
+        delta = self._with_echo(update, Delta(text, update.token_ids, self._logprobs(update, first)))
+        # The prompt's scores are large and nobody else wants them, so the update doesn't keep them beside the reports.
+        update.prompt_logprobs = None
+        return delta
+
+    def _stop_reason(self, update: Update) -> str | int | None:
+        """An end-of-sequence token that the request doesn't name is the usual end, which has no reason."""
+        if update.stop_token_id is None:
+            return self.text.matched_stop
+        return update.stop_token_id if update.stop_token_id in self.request.sampling.stop_token_ids else None
+
+    def _report_prompt(self, update: Update) -> None:
+        if self.reports.prompt_top is not None and update.prompt_logprobs is not None:
+            self.prompt_logprobs = prompt_report(self.reports.names, update.prompt_logprobs, self.reports.prompt_top)
 
     def _take_time(self, count: int) -> None:
         if count:
@@ -107,26 +135,25 @@ class Choice:
         if self.request.sampling.logprobs is None:
             return None
         offsets = [self._echoed + offset for offset in self.text.offsets(first, len(update.token_ids))]
-        return self.report(self.tokenizer, update.token_ids, update.logprobs, offsets)
+        return self.reports.form(self.reports.names, update.token_ids, update.logprobs, offsets)
 
     def _with_echo(self, update: Update, delta: Delta) -> Delta:
         if self.echo is None:
             return delta
         echo, self.echo = self.echo, None
         self._echoed = len(echo.text)
-        if delta.logprobs is not None:
+        if delta.logprobs is not None and echo.offsets is not None:
             delta.logprobs["text_offset"] = [self._echoed + offset for offset in delta.logprobs["text_offset"]]
-            report = self._prompt_logprobs(update, echo)
+            report = self._echoed_logprobs(update, echo.offsets)
             _extend(report, delta.logprobs)
             delta.logprobs = report
         delta.text = echo.text + delta.text
         return delta
 
-    def _prompt_logprobs(self, update: Update, echo: Echo) -> dict[str, Any]:
+    def _echoed_logprobs(self, update: Update, offsets: Sequence[int]) -> dict[str, Any]:
         unscored: list[TokenLogprobs | None] = [None] * len(self.prompt.token_ids)
-        # They are large and nobody else wants them, so the update doesn't keep them beside the report.
-        scores, update.prompt_logprobs = update.prompt_logprobs, None
-        return self.report(self.tokenizer, self.prompt.token_ids, scores or unscored, echo.offsets)
+        scores = with_top(update.prompt_logprobs or unscored, self.request.sampling.logprobs or 0)
+        return self.reports.form(self.reports.names, self.prompt.token_ids, scores, offsets)
 
 
 def _extend(report: dict[str, Any], more: dict[str, Any]) -> None:

@@ -147,7 +147,8 @@ class Generation:
         """What the record keeps of a choice."""
         result = self.results[choice.index]
         known = {"text": result.text, "token_ids": result.token_ids, "finish_reason": choice.finish_reason}
-        return known if result.logprobs is None else known | {"logprobs": result.logprobs}
+        more = {"stop_reason": choice.stop_reason, "logprobs": result.logprobs, "prompt_logprobs": choice.prompt_logprobs}
+        return known | {name: value for name, value in more.items() if value is not None}
 
     async def _fail(self, first: Choice) -> None:
         """Ends all choices, waits until nothing of their saves is left, and raises what went wrong with the first."""

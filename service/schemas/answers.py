@@ -64,13 +64,30 @@ class ChatLogprobs(Answer):
     refusal: None = None
 
 
+StopReason = str | int | None
+"""The stop string or the token of `stop_token_ids` that ended a text."""
+
+
+class RankedLogprob(Answer):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
+"""None for the first token; then the prompt's token and the likeliest ones, by token id."""
+
+
 class CompletionChoice(Answer):
     index: int
     text: str
     logprobs: Logprobs | None
     finish_reason: Literal["stop", "length"] | None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
+    stop_reason: StopReason
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Not in the chunks of a stream."""
     kv_transfer_params: SaveTransfer | None = None
 
 
@@ -92,6 +109,7 @@ class CompletionAnswer(Answer):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
     kv_transfer_params: SaveTransfer | None = None
@@ -110,7 +128,8 @@ class ChatChoice(Answer):
     delta: ChatMessage | None = None
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"] | None
-    token_ids: list[int] | None = None
+    stop_reason: StopReason
+    token_ids: list[int] | None
     kv_transfer_params: SaveTransfer | None = None
 
 
@@ -121,9 +140,13 @@ class ChatAnswer(Answer):
     object: Literal["chat.completion", "chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: None = None
     choices: list[ChatChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    """Of a stream in its first chunk."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Not in the chunks of a stream."""
     kv_transfer_params: SaveTransfer | None = None
 
 
@@ -135,7 +158,16 @@ class TokenizeAnswer(Answer):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str | None] | None = None
+    token_strs: list[str | None] | None
+
+
+class TokenizerInfo(Answer):
+    """tokenizer_config.json as it is, with the chat template of wherever it stands."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str | None
+    chat_template: str | None
 
 
 class DetokenizeAnswer(Answer):
@@ -151,7 +183,9 @@ class SaveOutput(Answer):
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    stop_reason: StopReason = None
     logprobs: Logprobs | ChatLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class SaveAnswer(Answer):
@@ -202,6 +236,10 @@ class ModelCard(Answer):
 class ModelList(Answer):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class Load(Answer):
+    server_load: int
 
 
 class Health(Answer):

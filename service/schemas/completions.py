@@ -6,7 +6,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from engine.errors import InvalidRequest
 from service.schemas.fields import checked_text, is_integer
-from service.schemas.generation import MAX_LOGPROBS, TEXT_SCHEMA, GenerationRequest
+from service.schemas.generation import TEXT_SCHEMA, GenerationRequest
 from service.schemas.unsupported import COMPLETIONS
 
 Prompt = str | list[int]
@@ -64,7 +64,12 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="Absent: 16, or what room is left. 0: only the prompt is run.")
     add_special_tokens: bool = Field(True, description="Whether text prompts get the tokenizer's special tokens.")
     echo: bool = Field(False, description="The prompt stands before the text.")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of the token and this many likeliest ones.")
+    logprobs: int | None = Field(
+        None,
+        ge=-1,
+        le=2**31 - 1,
+        description="Log-probabilities of the token and this many likeliest ones, up to --max-logprobs; -1: all.",
+    )
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -79,5 +84,5 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def echoes_prompt(self) -> bool:
+    def reports_echo(self) -> bool:
         return self.echo

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from engine.errors import InvalidRequest
-from service.schemas.fields import shown
+from service.schemas.fields import Text, shown
 from service.schemas.generation import PromptRequest
 from service.wire import Json
 
@@ -137,11 +137,18 @@ class MessagesRequest(PromptRequest):
     add_generation_prompt: bool = Field(True, description="End with the header of the assistant's next message.")
     continue_final_message: bool = Field(False, description="Leave the last message open, for the model to go on with it.")
     chat_template_kwargs: Arguments = Field({}, description="Further variables for the chat template.")
+    reasoning_effort: Text | None = Field(None, min_length=1, max_length=64, description="Given to the chat template.")
     tools: Tools = Field((), description="Functions that the template tells the model of; the text is not searched for calls.")
     documents: Documents = Field((), description="Documents that the template tells the model of.")
     add_special_tokens: bool | None = Field(
         None, description="Add the tokenizer's special tokens; absent: not to messages, whose template writes them itself."
     )
+
+    @property
+    def template_arguments(self) -> Mapping[str, Any]:
+        """Further variables for the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**self.chat_template_kwargs, **effort}
 
     @model_validator(mode="before")
     @classmethod

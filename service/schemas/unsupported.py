@@ -7,19 +7,16 @@ from engine.errors import InvalidRequest
 Table = Mapping[str, tuple[object, ...]]
 """Name of a field, and the values beside null that ask for nothing."""
 
+LONGEST_NAME = 80
+GUIDED_PREFIX = "guided_"
+"""Fields of guided decoding, of which other servers have many."""
+
 COMMON: Table = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "continuous_usage_stats": (False,),
+    "custom_logit_processor": (),
     "early_stopping": (False,),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "include_stop_str_in_output": (False,),
+    "ebnf": (),
+    "grammar": (),
+    "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
@@ -28,21 +25,26 @@ COMMON: Table = {
     "lora_request": (),
     "max_new_tokens": (),
     "min_new_tokens": (0,),
-    "min_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
+    "prompt_logprob_token_ids": ([],),
+    "regex": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
+    "return_mm_kwargs": (True, False),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": (),
+    "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "typical_p": (1, 1.0),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
+    "watermark": (False,),
+    "watermarking": (False,),
 }
 
 COMPLETIONS: Table = {
@@ -61,7 +63,6 @@ MESSAGES: Table = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "prompt": (),
-    "reasoning_effort": (),
     "verbosity": (),
 }
 
@@ -69,10 +70,8 @@ CHAT: Table = {
     **COMMON,
     **MESSAGES,
     "audio": (),
-    "echo": (False,),
     "include_reasoning": (True,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "tool_choice": ("auto", "none"),
     "web_search_options": (),
 }
@@ -81,7 +80,12 @@ CHAT: Table = {
 def refuse_unsupported(fields: Mapping[str, object], table: Table) -> None:
     """Raises `InvalidRequest` for the first field that asks for something that isn't supported."""
     for name, value in fields.items():
-        if name not in table or value is None:
+        if value is None or not (name in table or name.startswith(GUIDED_PREFIX)):
             continue
-        if not any(type(value) is type(neutral) and value == neutral for neutral in table[name]):
-            raise InvalidRequest(f"{name} is not supported", name)
+        if not any(type(value) is type(neutral) and value == neutral for neutral in table.get(name, ())):
+            raise InvalidRequest(f"{shown_name(name)} is not supported", shown_name(name))
+
+
+def shown_name(name: str) -> str:
+    """The name of a field that a client chose, as an error may repeat it."""
+    return name[:LONGEST_NAME]

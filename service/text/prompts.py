@@ -69,7 +69,7 @@ def _conversation(body: MessagesRequest) -> Conversation:
         messages=body.messages,
         tools=body.tools,
         documents=body.documents,
-        arguments=body.chat_template_kwargs,
+        arguments=body.template_arguments,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
@@ -77,8 +77,6 @@ def _conversation(body: MessagesRequest) -> Conversation:
 
 async def prepare_prompts(body: GenerationRequest, maker: PromptMaker, include_last_token: bool) -> list[PreparedPrompt]:
     """Tokenizes on a thread, cuts and checks. Raises `InvalidRequest` for a prompt that is empty, out of the vocabulary or too long."""
-    check_token_ids("stop_token_ids", body.stop_token_ids, maker.limits.vocab_size)
-    check_token_ids("logit_bias", list(body.logit_bias), maker.limits.vocab_size)
     if isinstance(body, CompletionRequest) and not any(isinstance(prompt, str) for prompt in body.prompts):
         return _prepare_all(body, maker, include_last_token)
     return await asyncio.to_thread(_prepare_all, body, maker, include_last_token)
@@ -99,9 +97,11 @@ def _prepare(prompt: Prompt, body: CompletionRequest, maker: PromptMaker, includ
 
 
 def _fitted(ids: list[int], text: str | None, body: GenerationRequest, limits: Limits, include_last_token: bool) -> PreparedPrompt:
-    kept = body.cut(ids)
+    kept = body.cut(ids, limits.max_model_len)
     default = None if isinstance(body, ChatRequest) else DEFAULT_MAX_TOKENS
     max_tokens = resolve_max_tokens(body.token_limit, default, len(kept), limits, include_last_token)
+    if body.min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is {body.min_tokens}, at most {max_tokens} tokens can be generated", "min_tokens")
     return PreparedPrompt(kept, text if len(kept) == len(ids) else None, max_tokens)
 
 

@@ -150,7 +150,8 @@ def _checked(stop: Sequence[str]) -> tuple[str, ...]:
 def first_stop(text: str, stop: Sequence[str], behind: int = 0) -> tuple[int, str] | None:
     """Start and value of the stop string whose end comes first; of those that end together, the longest.
 
-    Only those count that end behind the first `behind` characters. This doesn't depend on how the text was cut into tokens, which the leftmost start would.
+    Only those count that end behind the first `behind` characters. This doesn't depend on how the text was cut into tokens, which the
+    leftmost start would.
     """
     found = [(text.find(candidate, max(0, behind - len(candidate) + 1)), candidate) for candidate in stop]
     ends = [(start + len(candidate), start, candidate) for start, candidate in found if start >= 0]

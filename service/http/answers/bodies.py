@@ -10,6 +10,7 @@ from service.requests.choice import Choice, Delta
 from service.requests.generation import Generation
 from service.saves.life import LiveSave, file_url
 from service.services import Services
+from service.text.choice_text import PromptReport
 from service.text.prompts import PreparedPrompt
 from service.wire import Json
 
@@ -28,6 +29,7 @@ def envelope(services: Services, plan: Plan, created: int, choices: Sequence[Jso
         "object": shape.chunk_object if chunk else shape.whole_object,
         "created": created,
         "model": services.identity.name,
+        "system_fingerprint": None,
         "choices": list(choices),
     }
     if len(choices) == 1 and "kv_transfer_params" in choices[0]:
@@ -37,35 +39,52 @@ def envelope(services: Services, plan: Plan, created: int, choices: Sequence[Jso
 
 def whole_answer(services: Services, plan: Plan, generation: Generation) -> Json:
     choices = [_whole_choice(plan, generation, choice) for choice in generation.choices]
-    return envelope(services, plan, generation.created, choices) | top_ids(plan) | {"usage": generation.usage()}
+    top = _top_fields(plan, generation.choices[0].prompt_logprobs)
+    return envelope(services, plan, generation.created, choices) | top | {"usage": generation.usage()}
 
 
 def _whole_choice(plan: Plan, generation: Generation, choice: Choice) -> Json:
     result = generation.results[choice.index]
     body = shape_of(plan.body).whole(choice.index, result.text, result.logprobs, choice.finish_reason)
-    return _with_transfer(body | choice_ids(plan, choice.prompt, choice.token_ids), choice.save)
+    body |= choice_fields(plan, choice.prompt, choice.token_ids, choice.stop_reason) | _own_logprobs(plan, choice.prompt_logprobs)
+    return _with_transfer(body, choice.save)
 
 
 def top_ids(plan: Plan) -> Json:
-    """The prompt's tokens, where they are asked for and stand at the top level."""
-    wanted = plan.body.return_token_ids and shape_of(plan.body).prompt_ids_at_top
-    return {"prompt_token_ids": plan.prompts[0].token_ids} if wanted else {}
-
-
-def choice_ids(plan: Plan, prompt: PreparedPrompt | None, token_ids: Sequence[int]) -> Json:
-    """A choice's tokens, where they are asked for; those of the prompt unless it is None or they stand at the top level."""
-    if not plan.body.return_token_ids:
+    """The prompt's tokens, null where they aren't asked for, of answers that have them at the top level."""
+    if not shape_of(plan.body).prompt_at_top:
         return {}
-    if prompt is None or shape_of(plan.body).prompt_ids_at_top:
-        return {"token_ids": token_ids}
-    return {"prompt_token_ids": prompt.token_ids, "token_ids": token_ids}
+    return {"prompt_token_ids": plan.prompts[0].token_ids if plan.body.return_token_ids else None}
+
+
+def _top_fields(plan: Plan, prompt_logprobs: PromptReport | None) -> Json:
+    """What is said of the prompt at the top level."""
+    return top_ids(plan) | ({"prompt_logprobs": prompt_logprobs} if shape_of(plan.body).prompt_at_top else {})
+
+
+def _own_logprobs(plan: Plan, prompt_logprobs: PromptReport | None) -> Json:
+    """Those of the prompt, where they stand in each choice."""
+    return {} if shape_of(plan.body).prompt_at_top else {"prompt_logprobs": prompt_logprobs}
+
+
+def choice_fields(plan: Plan, prompt: PreparedPrompt | None, token_ids: Sequence[int] | None, stop_reason: str | int | None) -> Json:
+    """vLLM's fields of a choice, null where there is nothing to say. `prompt`: None in all chunks but the first."""
+    wanted = plan.body.return_token_ids
+    body: Json = {"stop_reason": stop_reason, "token_ids": token_ids if wanted else None}
+    if not shape_of(plan.body).prompt_at_top:
+        body["prompt_token_ids"] = prompt.token_ids if wanted and prompt is not None else None
+    return body
 
 
 def accepted_answer(services: Services, plan: Plan, generation: Generation) -> Json:
     """The answer to `wait: "accepted"`: nothing is known yet but where things will be."""
-    shape = shape_of(plan.body)
-    choices = [_with_transfer(shape.whole(choice.index, "", None, None), choice.save) for choice in generation.choices]
-    return envelope(services, plan, generation.created, choices)
+    choices = [_accepted_choice(plan, choice) for choice in generation.choices]
+    return envelope(services, plan, generation.created, choices) | _top_fields(plan, None)
+
+
+def _accepted_choice(plan: Plan, choice: Choice) -> Json:
+    body = shape_of(plan.body).whole(choice.index, "", None, None)
+    return _with_transfer(body | choice_fields(plan, choice.prompt, None, None) | _own_logprobs(plan, None), choice.save)
 
 
 def first_chunk_choice(plan: Plan, choice: Choice) -> Json | None:
@@ -74,12 +93,12 @@ def first_chunk_choice(plan: Plan, choice: Choice) -> Json | None:
     if choice.save is None and not plan.body.return_token_ids and not shape.always_opens:
         return None
     body = shape.opening(choice.index, "", None, None)
-    return _with_transfer(body | choice_ids(plan, choice.prompt, []), choice.save)
+    return _with_transfer(body | choice_fields(plan, choice.prompt, [], None), choice.save)
 
 
 def chunk_choice(plan: Plan, choice: Choice, delta: Delta, final: bool) -> Json:
     body = shape_of(plan.body).chunk(choice.index, delta.text, delta.logprobs, choice.finish_reason if final else None)
-    body |= choice_ids(plan, None, delta.token_ids)
+    body |= choice_fields(plan, None, delta.token_ids, choice.stop_reason if final else None)
     return _with_transfer(body, choice.save) if final else body
 
 
@@ -95,14 +114,18 @@ def replayed_answer(services: Services, plan: Plan, records: Sequence[SaveRecord
     completion_tokens = sum(len(output["token_ids"]) for output in outputs)
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
     body = envelope(services, plan, int(records[0].created), choices, chunk=plan.body.stream)
-    return body | top_ids(plan) | {"usage": usage}
+    top = top_ids(plan) if plan.body.stream else _top_fields(plan, outputs[0].get("prompt_logprobs") if outputs else None)
+    return body | top | {"usage": usage}
 
 
 def _replayed_choice(services: Services, plan: Plan, record: SaveRecord) -> Json:
     output, shape = record.output or {}, shape_of(plan.body)
     make = shape.opening if plan.body.stream else shape.whole
     body = make(record.choice, output.get("text", ""), output.get("logprobs"), output.get("finish_reason"))
-    body |= choice_ids(plan, plan.prompts[record.choice // plan.body.n], output.get("token_ids", []))
+    prompt = plan.prompts[record.choice // plan.body.n]
+    body |= choice_fields(plan, prompt, output.get("token_ids", []), output.get("stop_reason"))
+    if not plan.body.stream:
+        body |= _own_logprobs(plan, output.get("prompt_logprobs"))
     return body | {"kv_transfer_params": record_transfer(services, record)}
 
 

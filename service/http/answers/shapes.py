@@ -26,8 +26,8 @@ class AnswerShape:
     """The first part of a choice."""
     always_opens: bool
     """Whether a stream says something of each choice before its first token, whatever was asked for."""
-    prompt_ids_at_top: bool
-    """Where `prompt_token_ids` stand: at the top level, or in each choice."""
+    prompt_at_top: bool
+    """Where `prompt_token_ids` and `prompt_logprobs` stand: at the top level, or in each choice."""
 
 
 def _text_choice(index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
@@ -60,7 +60,7 @@ COMPLETION = AnswerShape(
     chunk=_text_choice,
     opening=_text_choice,
     always_opens=False,
-    prompt_ids_at_top=False,
+    prompt_at_top=False,
 )
 CHAT = AnswerShape(
     id_prefix="chatcmpl-",
@@ -70,7 +70,7 @@ CHAT = AnswerShape(
     chunk=_delta_choice,
     opening=_opening_choice,
     always_opens=True,
-    prompt_ids_at_top=True,
+    prompt_at_top=True,
 )
 
 

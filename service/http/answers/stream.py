@@ -53,6 +53,7 @@ class CompletionStream:
         self._finished: set[int] = set()
         options = plan.body.stream_options
         self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
 
     async def events(self) -> AsyncIterator[bytes]:
         choices = self._generation.choices
@@ -73,6 +74,7 @@ class CompletionStream:
         except Exception as error:
             yield event(error_body(as_service_error(error)))
             self._generation.close("failed")
+            yield DONE
             return
         for last in self._ending():
             yield last
@@ -88,12 +90,17 @@ class CompletionStream:
         failures = {choice.index: error for choice in self._generation.choices if (error := choice.failure()) is not None}
         self._generation.close("failed" if failures else "completed")
         if failures:
-            return [event(_error_event(error, index, len(self._generation.choices))) for index, error in failures.items()]
+            return [*(event(_error_event(error, index, len(self._generation.choices))) for index, error in failures.items()), DONE]
         usage = [event(self._envelope([]) | {"usage": self._generation.usage()})] if self._include_usage else []
         return [*usage, DONE]
 
     def _chunk(self, choice: Json, more: Json | None = None) -> bytes:
-        return event(self._envelope([choice]) | (more or {}) | ({"usage": None} if self._include_usage else {}))
+        return event(self._envelope([choice]) | (more or {}) | self._usage_so_far())
+
+    def _usage_so_far(self) -> Json:
+        if not self._include_usage:
+            return {}
+        return {"usage": self._generation.usage() if self._continuous_usage else None}
 
     def _envelope(self, choices: list[Json]) -> Json:
         return envelope(self._services, self._plan, self._generation.created, choices, chunk=True)
@@ -110,7 +117,8 @@ async def replayed_events(plan: Plan, answer: Mapping[str, Any]) -> AsyncIterato
     """A whole answer in the form of a stream."""
     common = {name: value for name, value in answer.items() if name not in ("choices", "usage", "kv_transfer_params")}
     options = plan.body.stream_options
-    usage: Json = {"usage": None} if options is not None and options.include_usage else {}
+    continuous = options is not None and options.continuous_usage_stats
+    usage: Json = {"usage": answer["usage"] if continuous else None} if options is not None and options.include_usage else {}
     for choice in answer["choices"]:
         transfer = {"kv_transfer_params": choice["kv_transfer_params"]} if "kv_transfer_params" in choice else {}
         yield event({**common, "choices": [choice], **transfer, **usage})

@@ -29,4 +29,4 @@ async def render_chat(body: RenderRequest, request: Request, services: ReadServi
     check_text(await request.body(), await request.json())
     check_model(services, body.model)
     ids = await asyncio.to_thread(services.prompt_maker.messages, body)
-    return RenderAnswer(token_ids=body.cut(ids))
+    return RenderAnswer(token_ids=body.cut(ids, services.limits.max_model_len))

@@ -1,5 +1,7 @@
 """Health, version and metrics: for whoever runs the service."""
 
+from typing import Any
+
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,13 +14,26 @@ from service.schemas.answers import Health, Version
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Starting, draining or dead."}})
+NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Starting, draining or dead."}}
+
+
+@router.get("/health", response_model=Health, responses=NOT_READY)
+@router.head("/health", include_in_schema=False)
 async def health(runtime: RuntimeDependency) -> JSONResponse:
     """200 once requests are taken, 503 before and after."""
     return JSONResponse({"status": runtime.state}, 200 if runtime.state == "ok" else 503)
 
 
+@router.get("/ping", response_model=Health, responses=NOT_READY)
+@router.head("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
+async def ping(runtime: RuntimeDependency) -> JSONResponse:
+    """What `/health` answers, under the name that some platforms ask for."""
+    return await health(runtime)
+
+
 @router.get("/health/live", response_model=Health, responses={503: {"model": Health, "description": "Dead."}})
+@router.head("/health/live", include_in_schema=False)
 async def live(runtime: RuntimeDependency) -> JSONResponse:
     """200 as long as there is no reason to restart the process: also while it starts and drains."""
     return JSONResponse({"status": runtime.state}, 503 if runtime.failed else 200)
