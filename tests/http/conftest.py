@@ -37,7 +37,8 @@ BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 BOS, EOS = len(BYTES), len(BYTES) + 1
 VOCAB_SIZE = len(BYTES) + 2
 CHAT_TEMPLATE = """\
-{{ bos_token }}{% if tools %}<{{ tools | tojson }}>{% endif %}{% for message in messages %}\
+{{ bos_token }}{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}\
+{% if tools %}<{{ tools | tojson }}>{% endif %}{% for message in messages %}\
 {% if message.role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}\
 [{{ message.role }}]{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %};\
 {% endfor %}{% if add_generation_prompt %}[{{ speaker | default('assistant') }}]{% endif %}"""
@@ -76,14 +77,16 @@ class Service:
         return error
 
     def events(self, **body: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - any JSON value
-        """The events of a stream; asserts that it ends with [DONE] exactly where no error came."""
+        """The events of a stream; asserts that it ends with [DONE], and that nothing but errors follows an error."""
         response = self.complete(stream=True, **body)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-        failed = any('"error"' in line for line in lines)
-        assert (lines[-1] == "[DONE]") is not failed
-        return [json.loads(line) for line in lines if line != "[DONE]"]
+        assert [number for number, line in enumerate(lines) if line == "[DONE]"] == [len(lines) - 1]
+        events = [json.loads(line) for line in lines[:-1]]
+        failed = ["error" in event for event in events]
+        assert failed == sorted(failed)
+        return events
 
     def chat(self, **body: Any) -> httpx.Response:  # noqa: ANN401 - any JSON value
         """Posts a chat completion; a short question and greedy sampling unless the body says otherwise."""

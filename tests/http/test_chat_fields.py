@@ -49,11 +49,14 @@ def refused(service: Service, status: int = 400, **body: Any) -> dict[str, Any]:
 
 def test_the_answer_is_an_openai_chat_completion(service: Service) -> None:
     answer = service.chatted()
-    assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
+    of_vllm = {"system_fingerprint", "prompt_token_ids", "prompt_logprobs"}
+    assert set(answer) == {"id", "object", "created", "model", "choices", "usage"} | of_vllm
+    assert {answer[name] for name in of_vllm} == {None}
     assert answer["object"] == "chat.completion"
     assert answer["id"].startswith("chatcmpl-")
     [choice] = answer["choices"]
-    assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
+    assert set(choice) == {"index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids"}
+    assert (choice["stop_reason"], choice["token_ids"]) == (None, None)
     assert set(choice["message"]) == {"role", "content"}
     assert (choice["message"]["role"], choice["finish_reason"], choice["logprobs"]) == ("assistant", "length", None)
 
@@ -81,6 +84,9 @@ def test_messages_are_run_as_the_template_writes_them(service: Service) -> None:
         ({"messages": [*HI, {"role": "assistant", "content": None}]}, "[user]Hi;[assistant];[assistant]"),
         ({"messages": [*HI, {"role": "assistant"}]}, "[user]Hi;[assistant];[assistant]"),
         ({"tools": []}, "[user]Hi;[assistant]"),
+        ({"reasoning_effort": "low"}, "(low)[user]Hi;[assistant]"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "(low)[user]Hi;[assistant]"),
+        ({"reasoning_effort": None, "chat_template_kwargs": {"reasoning_effort": "high"}}, "(high)[user]Hi;[assistant]"),
         ({"tools": [TOOL]}, f"<{json.dumps([TOOL])}>[user]Hi;[assistant]"),
         ({"messages": [{"role": "user", "content": "<s>é🤷"}]}, None),
     ],
@@ -100,8 +106,13 @@ def test_special_tokens_are_never_added_twice(service: Service) -> None:
 
 
 def test_the_prompt_can_be_cut(service: Service) -> None:
-    ids = service.chatted(truncate_prompt_tokens=5, return_token_ids=True)["prompt_token_ids"]
-    assert ids == prompt_ids(service, "[user]Hi;[assistant]")[-5:]
+    whole = prompt_ids(service, "[user]Hi;[assistant]")
+    assert service.chatted(truncate_prompt_tokens=5, return_token_ids=True)["prompt_token_ids"] == whole[-5:]
+    assert service.chatted(truncate_prompt_tokens=-1, return_token_ids=True)["prompt_token_ids"] == whole
+    long = {"messages": [{"role": "user", "content": "x" * 400}], "truncate_prompt_tokens": -1}
+    assert service.chatted(**long, max_tokens=1)["usage"]["prompt_tokens"] == MAX_MODEL_LEN
+    rendered = service.client.post("/v1/chat/completions/render", json=long).json()["token_ids"]
+    assert len(rendered) == MAX_MODEL_LEN
 
 
 def test_absent_max_tokens_is_all_the_room_that_is_left(service: Service) -> None:
@@ -154,8 +165,63 @@ def test_logprobs_name_tokens_with_their_bytes(service: Service) -> None:
 
 def test_a_stop_string_ends_the_text_before_it(service: Service) -> None:
     whole = service.chatted(max_tokens=20, ignore_eos=True)["choices"][0]["message"]["content"]
-    cut = service.chatted(max_tokens=20, ignore_eos=True, stop=whole[5:7])["choices"][0]
-    assert (cut["message"]["content"], cut["finish_reason"]) == (whole[: whole.index(whole[5:7])], "stop")
+    stop = whole[5:7]
+    cut = service.chatted(max_tokens=20, ignore_eos=True, stop=stop)["choices"][0]
+    assert (cut["message"]["content"], cut["finish_reason"], cut["stop_reason"]) == (whole[: whole.index(stop)], "stop", stop)
+
+
+OPEN = [*HI, {"role": "assistant", "content": "Good d"}]
+IN_PARTS = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "Good"}, {"type": "text", "text": "d"}]}]
+
+
+@pytest.mark.parametrize(
+    ("body", "echo"),
+    [
+        ({"messages": OPEN, "continue_final_message": True}, "Good d"),
+        ({"messages": OPEN}, "Good d"),
+        ({"messages": IN_PARTS}, "Good\nd"),
+        ({"messages": HI}, ""),
+        ({"messages": [*HI, {"role": "assistant", "content": None}]}, ""),
+    ],
+)
+def test_echo_puts_the_assistants_last_message_before_the_text(service: Service, body: dict[str, Any], echo: str) -> None:
+    plain = service.chatted(**body, n=2, logprobs=True)["choices"]
+    echoed = service.chatted(**body, n=2, logprobs=True, echo=True)["choices"]
+    assert [choice["message"]["content"] for choice in echoed] == [echo + choice["message"]["content"] for choice in plain]
+    tokens = [[[entry["token"] for entry in choice["logprobs"]["content"]] for choice in choices] for choices in (echoed, plain)]
+    assert tokens[0] == tokens[1]
+
+
+def test_prompt_logprobs_stand_at_the_top_level(service: Service) -> None:
+    answer = service.chatted(prompt_logprobs=1, return_token_ids=True, n=2)
+    assert all("prompt_logprobs" not in choice for choice in answer["choices"])
+    plain = service.completed(prompt=answer["prompt_token_ids"], prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    assert answer["prompt_logprobs"][0] is plain[0] is None
+    for found, expected in zip(answer["prompt_logprobs"][1:], plain[1:], strict=True):
+        assert {token: entry["rank"] for token, entry in found.items()} == {token: entry["rank"] for token, entry in expected.items()}
+    body: dict[str, Any] = {"prompt_logprobs": 1, "kv_transfer_params": {"idempotency_key": "chat prompt"}}
+    first, second = service.chatted(**body), service.chatted(**body)
+    assert second["prompt_logprobs"] == first["prompt_logprobs"]
+    assert second["prompt_logprobs"] is not None
+
+
+def test_tokens_can_be_named_by_their_ids(service: Service) -> None:
+    choice = service.chatted(logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in choice["logprobs"]["content"])
+    assert all(len(entry["bytes"]) == 1 for entry in choice["logprobs"]["content"])
+
+
+def test_more_log_probabilities_than_the_service_gives_are_refused(service: Service) -> None:
+    for count in (21, -1):
+        error = refused(service, logprobs=True, top_logprobs=count)
+        assert error["param"] == "top_logprobs"
+        assert "at most 20" in error["message"]
+
+
+def test_sampling_fields_of_completions_hold_for_chats(service: Service) -> None:
+    body: dict[str, Any] = {"allowed_token_ids": [65, 70], "bad_words": ["zz"], "min_tokens": 2, "best_of": 1}
+    assert set(service.chatted(**body, return_token_ids=True)["choices"][0]["token_ids"]) <= {65, 70}
 
 
 def test_hidden_states_are_those_of_the_same_prompt_as_tokens(service: Service) -> None:
@@ -249,6 +315,11 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(service: Service, t
         ("max_completion_tokens", [-1, "5", True]),
         ("add_special_tokens", [1]),
         ("truncation_side", ["middle"]),
+        ("reasoning_effort", [5, "", "x" * 65]),
+        ("parallel_tool_calls", [1, "true"]),
+        ("echo", [1, "true"]),
+        ("best_of", [2]),
+        ("return_something", [True, False]),
         ("temperature", [-1, 3]),
         ("kv_transfer_params", [{"no_such_field": 1}, 5]),
     ],
@@ -278,17 +349,15 @@ def test_a_message_is_either_gone_on_with_or_followed_by_a_new_one(service: Serv
         ("function_call", {"name": "f"}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
-        ("reasoning_effort", "low"),
         ("verbosity", "low"),
         ("web_search_options", {}),
-        ("parallel_tool_calls", False),
         ("chat_template", "{{ x }}"),
         ("prompt", "x"),
-        ("echo", True),
-        ("prompt_logprobs", 1),
-        ("best_of", 2),
         ("guided_json", {}),
-        ("include_stop_str_in_output", True),
+        ("guided_choice", ["a"]),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("use_beam_search", True),
+        ("watermarking", True),
         ("mm_processor_kwargs", {"x": 1}),
     ],
 )
@@ -301,6 +370,7 @@ def test_known_fields_that_are_not_supported_are_refused(service: Service, field
     "body",
     [
         {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [TOOL], "parallel_tool_calls": False},
         {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True},
         {"store": False, "metadata": {"a": "b"}, "service_tier": "auto", "user": "u", "anything": [1]},
     ],

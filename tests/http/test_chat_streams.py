@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import OpenAI
 
-from service.http.routes import stream
+from service.http.answers import stream
 
 if TYPE_CHECKING:
     from tests.http.conftest import Service
@@ -55,6 +55,32 @@ def test_usage_comes_last_where_it_is_asked_for(service: Service) -> None:
     assert events[-1]["choices"] == []
     assert events[-1]["usage"]["completion_tokens"] == 20
     assert all("usage" not in event for event in chunks(service))
+
+
+def test_usage_comes_with_every_chunk_where_it_is_asked_for(service: Service) -> None:
+    events = chunks(service, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert (counts[0], counts[-1]) == (0, 20)
+    assert counts == sorted(counts)
+    with_key: dict[str, Any] = {"kv_transfer_params": {"idempotency_key": "usage"}}
+    for _ in range(2):
+        repeated = chunks(service, **with_key, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        assert all(event["usage"]["prompt_tokens"] == events[0]["usage"]["prompt_tokens"] for event in repeated)
+
+
+def test_chunks_have_the_fields_of_vllm(service: Service) -> None:
+    stop = service.chatted(**BODY)["choices"][0]["message"]["content"][6:9]
+    events = chunks(service, stop=stop)
+    assert events[0]["prompt_token_ids"] is None
+    assert {event["system_fingerprint"] for event in events} == {event["choices"][0]["token_ids"] for event in events} == {None}
+    assert [event["choices"][0]["stop_reason"] for event in events] == [None] * (len(events) - 1) + [stop]
+
+
+def test_an_echo_is_streamed_before_the_text(service: Service) -> None:
+    messages = [*HI, {"role": "assistant", "content": "Good d"}]
+    whole = service.chatted(**BODY, messages=messages)["choices"][0]["message"]["content"]
+    events = chunks(service, messages=messages, echo=True)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "Good d" + whole
 
 
 def test_the_first_chunk_names_the_file_and_the_last_one_finds_it_complete(service: Service) -> None:

@@ -12,17 +12,20 @@ if TYPE_CHECKING:
 
     from tests.http.conftest import Service, Services
 
-BOS = 256
+BOS, EOS = 256, 257
 VOCAB_SIZE = 258
 MAX_MODEL_LEN = 256
 
 
 def test_the_answer_is_an_openai_completion(service: Service) -> None:
     answer = service.completed(max_tokens=4)
-    assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
+    assert set(answer) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
     assert answer["object"] == "text_completion"
     assert answer["model"] == "tiny"
-    assert set(answer["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}
+    assert answer["system_fingerprint"] is None
+    of_vllm = {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
+    assert set(answer["choices"][0]) == {"index", "text", "logprobs", "finish_reason"} | of_vllm
+    assert {answer["choices"][0][name] for name in of_vllm} == {None}
     assert answer["choices"][0]["finish_reason"] == "length"
     usage = {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
     assert answer["usage"].items() >= usage.items()
@@ -80,7 +83,9 @@ def test_max_tokens_zero_runs_the_prompt_only(service: Service) -> None:
         "text": "",
         "logprobs": None,
         "finish_reason": "length",
+        "stop_reason": None,
         "prompt_token_ids": None,
+        "prompt_logprobs": None,
         "token_ids": [],
     }
 
@@ -130,7 +135,9 @@ def test_a_stop_string_ends_the_text_before_it(service: Service) -> None:
     for form in (stop, ["never in there", stop]):
         cut = service.completed(max_tokens=24, ignore_eos=True, stop=form, return_token_ids=True)["choices"][0]
         assert cut["text"] == whole["text"][:position]
-        assert cut["finish_reason"] == "stop"
+        assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+        kept = service.completed(max_tokens=24, ignore_eos=True, stop=form, include_stop_str_in_output=True)["choices"][0]
+        assert (kept["text"], kept["stop_reason"]) == (whole["text"][: position + 2], stop)
         count = len(cut["token_ids"])
         assert cut["token_ids"] == whole["token_ids"][:count]
         assert count < 24
@@ -142,14 +149,19 @@ def test_a_stop_token_ends_the_text_and_has_no_text(service: Service) -> None:
     end = whole["token_ids"].index(token)
     cut = service.completed(max_tokens=8, ignore_eos=True, stop_token_ids=[token], return_token_ids=True)["choices"][0]
     assert cut["token_ids"] == whole["token_ids"][: end + 1]
-    assert cut["finish_reason"] == "stop"
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", token)
     assert whole["text"].startswith(cut["text"])
+    kept = service.completed(max_tokens=8, ignore_eos=True, stop_token_ids=[token], include_stop_str_in_output=True)["choices"][0]
+    assert whole["text"].startswith(kept["text"])
+    assert len(kept["text"]) > len(cut["text"])
 
 
 def test_the_end_token_ends_the_text_unless_it_is_ignored(service: Service) -> None:
     bias = {"logit_bias": {"257": 100}, "max_tokens": 5, "return_token_ids": True}
     ended = service.completed(**bias)["choices"][0]
-    assert (ended["token_ids"], ended["text"], ended["finish_reason"]) == ([257], "", "stop")
+    assert (ended["token_ids"], ended["text"], ended["finish_reason"], ended["stop_reason"]) == ([EOS], "", "stop", None)
+    named = service.completed(**bias, stop_token_ids=[EOS], skip_special_tokens=False, include_stop_str_in_output=True)["choices"][0]
+    assert (named["text"], named["finish_reason"], named["stop_reason"]) == ("</s>", "stop", EOS)
     ignored = service.completed(**bias, ignore_eos=True)["choices"][0]
     assert (ignored["token_ids"], ignored["finish_reason"]) == ([257] * 5, "length")
 
@@ -159,7 +171,7 @@ def test_echo_puts_the_prompt_before_the_text(service: Service) -> None:
     assert service.completed(echo=True)["choices"][0]["text"] == "Hello" + plain
     assert service.completed(echo=True, max_tokens=0)["choices"][0]["text"] == "Hello"
     ids = service.completed(return_token_ids=True)["choices"][0]["prompt_token_ids"]
-    assert service.completed(prompt=ids, echo=True)["choices"][0]["text"] == "Hello" + plain
+    assert service.completed(prompt=ids, echo=True)["choices"][0]["text"] == "<s>Hello" + plain
 
 
 def test_logprobs_describe_the_sampled_tokens(service: Service) -> None:
@@ -183,6 +195,143 @@ def test_echo_with_logprobs_gives_those_of_the_prompt_too(service: Service) -> N
     assert report["text_offset"][:7] == [0, 0, 1, 2, 3, 4, 5]
     without = service.completed(echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]
     assert without["token_logprobs"][1:] == pytest.approx(report["token_logprobs"][1:6], abs=1e-4)
+
+
+def test_the_offsets_of_an_echo_are_where_its_tokens_begin(service: Service) -> None:
+    """For a prompt of ids, special tokens included, and for a text that spells some out."""
+    ids = service.completed(return_token_ids=True)["choices"][0]["prompt_token_ids"]
+    for prompt, text, offsets in ((ids, "<s>Hello", [0, 3, 4, 5, 6, 7, 8]), ("a</s>b", "a</s>b", [0, 0, 1, 5, 6])):
+        choice = service.completed(prompt=prompt, echo=True, logprobs=0, max_tokens=2, ignore_eos=True)["choices"][0]
+        assert choice["text"].startswith(text)
+        report = choice["logprobs"]
+        assert report["text_offset"][: len(offsets)] == offsets
+        for token, offset in zip(report["tokens"], report["text_offset"], strict=True):
+            assert choice["text"].startswith(token, offset) or (token == "<s>" and offset == 0) or token.startswith("bytes:")
+
+
+def test_more_log_probabilities_than_the_service_gives_are_refused(services: Services) -> None:
+    with services.run(max_logprobs=3) as service:
+        assert len(service.completed(logprobs=3)["choices"][0]["logprobs"]["top_logprobs"][0]) == 3
+        for field in ("logprobs", "prompt_logprobs"):
+            error = service.refused(400, **{field: 4})
+            assert error["param"] == field
+            assert f"{field} is 4, at most 3" in error["message"]
+            error = service.refused(400, **{field: -1})
+            assert f"{VOCAB_SIZE}" in error["message"]
+            assert "at most 3" in error["message"]
+
+
+def test_minus_one_means_the_whole_vocabulary(services: Services) -> None:
+    for bound in (VOCAB_SIZE, -1):
+        with services.run(max_logprobs=bound) as service:
+            choice = service.completed(logprobs=-1, prompt_logprobs=-1, max_tokens=1, return_tokens_as_token_ids=True)["choices"][0]
+            assert set(choice["logprobs"]["top_logprobs"][0]) == {f"token_id:{token}" for token in range(VOCAB_SIZE)}
+            assert set(choice["prompt_logprobs"][1]) == {str(token) for token in range(VOCAB_SIZE)}
+            assert sorted(entry["rank"] for entry in choice["prompt_logprobs"][1].values()) == list(range(1, VOCAB_SIZE + 1))
+
+
+def test_prompt_logprobs_are_those_of_an_echo_with_ranks(service: Service) -> None:
+    echoed = service.completed(echo=True, logprobs=2, max_tokens=0)["choices"][0]["logprobs"]
+    choice = service.completed(prompt_logprobs=2, max_tokens=3, return_token_ids=True)["choices"][0]
+    assert choice["logprobs"] is None
+    assert choice["prompt_logprobs"][0] is None
+    ids = choice["prompt_token_ids"]
+    assert len(choice["prompt_logprobs"]) == len(ids) == 6
+    for place in range(1, 6):
+        scored = choice["prompt_logprobs"][place]
+        own = scored[str(ids[place])]
+        assert own["logprob"] == pytest.approx(echoed["token_logprobs"][place], abs=1e-4)
+        assert own["decoded_token"] == echoed["tokens"][place]
+        assert {entry["rank"] for entry in scored.values()} == {1, 2, own["rank"]}
+        assert len(scored) == 2 + (own["rank"] > 2)
+        assert [next(iter(scored)), max(scored.values(), key=lambda entry: entry["logprob"])["rank"]] == [str(ids[place]), 1]
+    both = service.completed(prompt_logprobs=0, echo=True, logprobs=2, max_tokens=1)["choices"][0]
+    assert [len(scored) for scored in both["prompt_logprobs"][1:]] == [1] * 5
+    assert [len(top) >= 2 for top in both["logprobs"]["top_logprobs"][1:]] == [True] * 6
+    wide = service.completed(prompt_logprobs=9, echo=True, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
+    assert [len(top) for top in wide["top_logprobs"][1:]] == [1] * 6
+
+
+def test_prompt_logprobs_are_kept_for_whoever_asks_again(service: Service) -> None:
+    body: dict[str, Any] = {"prompt_logprobs": 1, "stop": "x", "kv_transfer_params": {"idempotency_key": "prompt logprobs"}}
+    first, second = service.completed(**body), service.completed(**body)
+    assert second["choices"] == first["choices"]
+    assert second["choices"][0]["prompt_logprobs"][1]
+
+
+def test_prompt_logprobs_are_not_streamed(service: Service) -> None:
+    assert service.refused(400, prompt_logprobs=1, stream=True)["param"] == "prompt_logprobs"
+
+
+def test_tokens_can_be_named_by_their_ids(service: Service) -> None:
+    choice = service.completed(logprobs=2, echo=True, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
+    names = [f"token_id:{token}" for token in (*choice["prompt_token_ids"], *choice["token_ids"])]
+    assert choice["logprobs"]["tokens"] == names
+    assert all(name in top for name, top in zip(names[1:], choice["logprobs"]["top_logprobs"][1:], strict=True))
+
+
+def test_a_text_is_at_least_as_long_as_asked(service: Service) -> None:
+    """No end token before that, no stop token, and no stop string that ends in it."""
+    ending = {"logit_bias": {"257": 100}, "max_tokens": 9, "return_token_ids": True}
+    choice = service.completed(**ending, min_tokens=5)["choices"][0]
+    assert len(choice["token_ids"]) == 6
+    assert choice["token_ids"].index(EOS) == 5
+    assert choice["finish_reason"] == "stop"
+    stopping = {"logit_bias": {"65": 100}, "max_tokens": 9, "return_token_ids": True, "stop_token_ids": [65]}
+    choice = service.completed(**stopping, min_tokens=5)["choices"][0]
+    assert (choice["token_ids"].index(65), choice["stop_reason"]) == (5, 65)
+    same = {
+        "logit_bias": {"65": 100},
+        "max_tokens": 9,
+        "return_token_ids": True,
+        "stop": service.completed(logit_bias={"65": 100}, max_tokens=1)["choices"][0]["text"],
+    }
+    choice = service.completed(**same, min_tokens=5)["choices"][0]
+    assert (len(choice["token_ids"]), len(choice["text"]), choice["finish_reason"]) == (6, 5, "stop")
+    error = service.refused(400, min_tokens=5, max_tokens=4)
+    assert error["param"] == "min_tokens"
+    assert "5" in error["message"]
+    assert "4" in error["message"]
+
+
+def test_only_allowed_tokens_are_sampled(service: Service) -> None:
+    choice = service.completed(allowed_token_ids=[70, 65], temperature=1.5, max_tokens=24, seed=1, return_token_ids=True)["choices"][0]
+    assert set(choice["token_ids"]) == {65, 70}
+
+
+def test_bad_words_are_never_generated(service: Service) -> None:
+    plain = service.completed(max_tokens=24, ignore_eos=True)["choices"][0]["text"]
+    pairs = [plain[at : at + 2] for at in range(len(plain) - 1)]
+    word = next(pair for pair in pairs if pair.isascii() and pair.isprintable() and " " not in pair)
+    spared = service.completed(max_tokens=24, ignore_eos=True, bad_words=[word])["choices"][0]["text"]
+    assert word not in spared
+    assert spared[: plain.index(word) + 1] == plain[: plain.index(word) + 1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"allowed_token_ids": [EOS], "min_tokens": 1},
+        {"allowed_token_ids": [65, EOS], "min_tokens": 1, "stop_token_ids": [65]},
+    ],
+)
+def test_what_leaves_no_token_to_choose_is_refused(service: Service, body: dict[str, Any]) -> None:
+    assert service.refused(400, **body)["param"] == "allowed_token_ids"
+
+
+def test_special_tokens_are_shown_on_request(service: Service) -> None:
+    body: dict[str, Any] = {"logit_bias": {"256": 100}, "max_tokens": 3, "ignore_eos": True}
+    assert service.completed(**body)["choices"][0]["text"] == ""
+    assert service.completed(**body, skip_special_tokens=False)["choices"][0]["text"] == "<s><s><s>"
+    stopped = service.completed(**body, skip_special_tokens=False, stop="s><")["choices"][0]
+    assert (stopped["text"], stopped["stop_reason"]) == ("<", "s><")
+
+
+def test_two_spellings_of_a_token_are_not_two_biases(service: Service) -> None:
+    error = service.refused(400, logit_bias={"7": 1, "07": 2})
+    assert error["param"] == "logit_bias"
+    assert "'07'" in error["message"]
+    service.completed(logit_bias={"0": 1})
 
 
 def test_sampling_fields_change_the_text(service: Service) -> None:
@@ -216,6 +365,8 @@ def test_truncation_keeps_the_end_or_the_beginning(service: Service) -> None:
     assert short["prompt_token_ids"] == ids
     long = service.completed(prompt=[1] * 1000, truncate_prompt_tokens=10, max_tokens=1)
     assert long["usage"]["prompt_tokens"] == 10
+    fitted = service.completed(prompt=[1] * 1000, truncate_prompt_tokens=-1, max_tokens=1)
+    assert fitted["usage"]["prompt_tokens"] == MAX_MODEL_LEN
 
 
 def test_the_model_may_be_named_or_left_out_but_not_be_another(service: Service) -> None:
@@ -267,8 +418,16 @@ VALID_AND_INVALID: list[tuple[str, list[Any], list[Any]]] = [
     ("stop_token_ids", [[], [1, 2]], [5, ["1"], [-1], [VOCAB_SIZE], [True], [1.0]]),
     ("ignore_eos", [True, False], [1, "true"]),
     ("echo", [True, False], [0, "false"]),
-    ("logprobs", [0, 20], [-1, 21, True, 1.0, "1"]),
-    ("logit_bias", [{}, {"5": -100, "6": 0.5}], [[], {"x": 1}, {"-1": 1}, {"258": 1}, {"5": 101}, {"5": "1"}, {"5": True}]),
+    ("logprobs", [0, 20], [-1, -2, 21, True, 1.0, "1"]),
+    ("prompt_logprobs", [0, 20], [-1, -2, 21, True, 1.0, "1"]),
+    ("logit_bias", [{}, {"5": -100, "6": 0.5}], [[], {"x": 1}, {"-1": 1}, {"258": 1}, {"5": 101}, {"5": "1"}, {"5": True}, {"05": 1}]),
+    ("min_tokens", [0, 4], [-1, 5, 1.0, "1", True]),
+    ("best_of", [1], [0, 2, "1", True]),
+    ("allowed_token_ids", [[1, 2], [5, 5]], [[], [VOCAB_SIZE], [-1], ["1"], 5, [True]]),
+    ("bad_words", [[], ["no", "not this"]], [[""], [" "], "no", [5], ["x" * 257], ["x"] * 129, ["\ud800"]]),
+    ("skip_special_tokens", [True, False], [0, "no"]),
+    ("include_stop_str_in_output", [True, False], [1, "yes"]),
+    ("return_tokens_as_token_ids", [True, False], [1, "yes"]),
     ("presence_penalty", [-2, 2], [-2.1, 2.1, "0", True]),
     ("frequency_penalty", [-2, 2], [-2.1, 2.1, "0", True]),
     ("repetition_penalty", [0.5, 2], [0, -1, 101, "1", True]),
@@ -278,7 +437,7 @@ VALID_AND_INVALID: list[tuple[str, list[Any], list[Any]]] = [
     ("request_id", ["a-b_c/d"], ["", "with space", "é", "x" * 129, "line\nbreak", 5]),
     ("return_token_ids", [True, False], [1, "yes"]),
     ("add_special_tokens", [True, False], [1, "no"]),
-    ("truncate_prompt_tokens", [1, 100], [0, -1, 1.5, "1", True]),
+    ("truncate_prompt_tokens", [1, 100, -1], [0, -2, 1.5, "1", True]),
     ("truncation_side", ["left", "right"], ["middle", 5]),
     ("cache_salt", ["", "salt"], [5, "x" * 1025]),
     ("priority", [-5, 0, 5], [1.5, "1", True, 2**31]),
@@ -312,22 +471,22 @@ def test_the_message_names_field_bound_and_value(service: Service, value: int, b
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("best_of", 2),
         ("suffix", "end"),
         ("use_beam_search", True),
         ("length_penalty", 0.5),
-        ("min_tokens", 3),
-        ("bad_words", ["no"]),
-        ("allowed_token_ids", [1]),
         ("response_format", {"type": "json_object"}),
         ("guided_json", {}),
         ("guided_regex", "a*"),
         ("guided_choice", ["a"]),
         ("structured_outputs", {"regex": "a"}),
         ("prompt_embeds", "AAAA"),
-        ("prompt_logprobs", 1),
-        ("skip_special_tokens", False),
-        ("include_stop_str_in_output", True),
+        ("guided_grammar", "root ::= x"),
+        ("guided_decoding_backend", "outlines"),
+        ("guided_by_something_new", {}),
+        ("grammar", "root ::= x"),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("watermarking", True),
+        ("logprob_token_ids", [1]),
         ("logits_processors", ["x"]),
         ("lora_request", {"name": "x"}),
         ("max_completion_tokens", 5),
@@ -342,6 +501,13 @@ def test_unsupported_fields_with_their_neutral_value_are_taken(service: Service)
     service.completed(best_of=1, min_tokens=0, skip_special_tokens=True, response_format={"type": "text"}, length_penalty=1.0)
 
 
+@pytest.mark.parametrize("value", [True, False, 3])
+def test_unknown_reports_are_refused(service: Service, value: object) -> None:
+    error = service.refused(400, return_hidden_things=value)
+    assert (error["param"], error["message"]) == ("return_hidden_things", "return_hidden_things is not a known field")
+    service.completed(return_hidden_things=None, unknown_of_another_kind=value)
+
+
 def test_a_model_without_a_tokenizer_takes_token_ids_only(services: Services, model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "no-tokenizer"
     shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("tokenizer*"))
@@ -351,3 +517,6 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(services: Services, mo
         assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in [1, 2, *choice["token_ids"]]]
         assert service.refused(400, prompt="text")["param"] == "prompt"
         assert service.refused(400, prompt=[1], stop="x")["param"] == "stop"
+        assert service.refused(400, prompt=[1], bad_words=["x"])["param"] == "bad_words"
+        assert service.completed(prompt=[1, 2], prompt_logprobs=0)["choices"][0]["prompt_logprobs"][1]["2"]["decoded_token"] == ""
+        assert "tokenizer" in service.client.get("/tokenizer_info").json()["error"]["message"]

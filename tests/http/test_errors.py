@@ -6,16 +6,19 @@ import json
 import socket
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 import torch
+from openai import ConflictError, OpenAI
 
+from engine.errors import SaveError
 from engine.execution.runner import ModelRunner, StepOutput
 from engine.execution.step_input import StepInput
+from service.errors import SaveFailed
+from service.http.errors import error_response
 from service.http.limits import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
-    import httpx
-
     from tests.http.conftest import Service, Services
 
 
@@ -121,6 +124,34 @@ def test_an_unexpected_failure_is_500_without_details(service: Service, monkeypa
     monkeypatch.undo()
     assert service.runtime.services(for_new_work=True).events.attached == 0
     service.completed()
+
+
+def test_errors_that_a_repeat_meets_again_say_so(services: Services) -> None:
+    """OpenAI's clients send a request with the status 409 or 500 again, unless this header tells them not to."""
+
+    def told(code: str, response: httpx.Response) -> str | None:
+        assert response.json()["error"]["code"] == code
+        return response.headers.get("x-should-retry")
+
+    with services.run() as service:
+        service.completed(kv_transfer_params={"hidden_states_path": "taken.safetensors"})
+        assert told("path_conflict", service.complete(kv_transfer_params={"hidden_states_path": "taken.safetensors"})) == "false"
+        service.completed(kv_transfer_params={"idempotency_key": "once"})
+        assert told("idempotency_key_reused", service.complete(max_tokens=2, kv_transfer_params={"idempotency_key": "once"})) == "false"
+        assert told("invalid_value", service.complete(temperature=-1)) is None
+        assert told("not_found", service.client.get("/saves/none")) is None
+        sent: list[httpx.Request] = []
+        http = httpx.Client(event_hooks={"request": [sent.append]})
+        with OpenAI(base_url=f"{service.url}/v1", api_key="EMPTY", max_retries=3, http_client=http) as client:
+            extra = {"kv_transfer_params": {"hidden_states_path": "taken.safetensors"}}
+            with pytest.raises(ConflictError):
+                client.completions.create(model="tiny", prompt="x", extra_body=extra)
+        assert len(sent) == 1
+
+
+@pytest.mark.parametrize(("code", "told"), [("non_finite", "false"), ("out_of_range", "false"), ("io_error", None), ("no_space", None)])
+def test_a_save_that_fails_for_what_it_holds_is_not_worth_a_repeat(code: str, told: str | None) -> None:
+    assert error_response(SaveFailed("id", SaveError(code, "why"))).headers.get("x-should-retry") == told  # type: ignore[arg-type]
 
 
 def test_a_failing_step_fails_its_requests_only(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.layers import LAYER_CONVENTION
 from service.cli.openapi import openapi_yaml
-from service.schemas.answers import CompletionAnswer, ErrorAnswer, ModelList, SaveAnswer, SaveList
+from service.schemas.answers import ChatAnswer, CompletionAnswer, ErrorAnswer, ModelList, SaveAnswer, SaveList
 from tests.http.gate import LateStart
 
 if TYPE_CHECKING:
@@ -71,12 +72,56 @@ def test_health_and_version_answer(service: Service) -> None:
     assert service.client.get("/version").json()["version"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/ping"])
+def test_health_can_be_asked_for_without_a_body(service: Service, path: str) -> None:
+    response = service.client.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+    assert response.headers["content-length"] == str(len(service.client.get(path).content))
+
+
+def test_ping_is_another_name_of_health(service: Service) -> None:
+    for method in ("GET", "POST"):
+        response = service.client.request(method, "/ping")
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+def test_one_model_can_be_asked_for_by_its_id(services: Services) -> None:
+    with services.run(served_model_name="owner/tiny model") as service:
+        [card] = service.client.get("/v1/models").json()["data"]
+        for path in ("/v1/models/owner/tiny%20model", "/v1/models/owner%2Ftiny%20model"):
+            assert service.client.get(path).json() == card
+        with OpenAI(base_url=f"{service.url}/v1", api_key="EMPTY", max_retries=0) as client:
+            assert client.models.retrieve("owner/tiny model").id == "owner/tiny model"
+        error = service.client.get("/v1/models/another").json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_the_load_is_what_the_engine_has_to_do(service: Service) -> None:
+    service.settled()
+    assert service.client.get("/load").json() == {"server_load": 0}
+    accepted = service.complete(max_tokens=200, ignore_eos=True, n=3, kv_transfer_params={"wait": "accepted"}).json()
+    assert service.client.get("/load").json() == {"server_load": 3}
+    for choice in accepted["choices"]:
+        service.client.delete(f"/saves/{choice['kv_transfer_params']['save_id']}")
+    service.settled()
+    assert service.client.get("/load").json() == {"server_load": 0}
+
+
+def test_the_tokenizer_says_what_it_is(service: Service) -> None:
+    info = service.client.get("/tokenizer_info").json()
+    assert info.pop("chat_template").startswith("{{ bos_token }}")
+    assert info == {"tokenizer_class": None, "bos_token": "<s>", "eos_token": "</s>"}
+
+
 def test_before_the_model_is_loaded_health_is_503_and_requests_are_refused(services: Services) -> None:
     start = LateStart()
     with services.run(start.engine, until_ready=False) as service, start:
         health = service.client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "starting"})
         assert service.client.get("/health/live").status_code == 200
+        assert service.client.head("/health").status_code == service.client.post("/ping").status_code == 503
+        assert service.client.get("/load").status_code == service.client.get("/tokenizer_info").status_code == 503
         assert service.refused(503)["code"] == "starting"
         assert service.client.get("/v1/models").status_code == 503
         assert service.client.get("/metrics").status_code == 200
@@ -116,8 +161,11 @@ def test_metrics_count_requests_tokens_and_saves(services: Services) -> None:
 
 
 def test_answers_are_as_they_are_documented(service: Service) -> None:
-    answer = service.completed(logprobs=1, return_token_ids=True, kv_transfer_params={})
+    answer = service.completed(logprobs=1, prompt_logprobs=1, return_token_ids=True, kv_transfer_params={})
     CompletionAnswer.model_validate(answer)
+    CompletionAnswer.model_validate(service.completed())
+    ChatAnswer.model_validate(service.chatted(logprobs=True, prompt_logprobs=1, return_token_ids=True))
+    ChatAnswer.model_validate(service.chat(kv_transfer_params={"wait": "accepted"}).json())
     accepted = service.complete(kv_transfer_params={"wait": "accepted"}).json()
     CompletionAnswer.model_validate(accepted)
     SaveAnswer.model_validate(service.record(accepted["kv_transfer_params"]["save_id"]))
@@ -146,6 +194,10 @@ def test_openapi_yaml_is_what_the_code_says(written: str) -> None:
         "/saves/{save_id}",
         "/saves/{save_id}/file",
         "/v1/models",
+        "/v1/models/{model_id}",
+        "/load",
+        "/ping",
+        "/tokenizer_info",
         "/health",
         "/health/live",
         "/version",

@@ -50,6 +50,34 @@ def test_usage_comes_last_where_it_is_asked_for(service: Service) -> None:
     assert all("usage" not in event for event in service.events(**BODY))
 
 
+def test_usage_comes_with_every_chunk_where_it_is_asked_for(service: Service) -> None:
+    events = service.events(**BODY, n=2, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[0] in (1, 2)
+    assert counts[-1] == 40
+    assert all(event["usage"]["prompt_tokens"] == 6 for event in events)
+    assert all(event["usage"]["total_tokens"] == 6 + count for event, count in zip(events, counts, strict=True))
+    assert events[-1]["choices"] == []
+    assert all("usage" not in event for event in service.events(**BODY, stream_options={"continuous_usage_stats": True}))
+
+
+@pytest.mark.parametrize("field", ["include_usage", "continuous_usage_stats"])
+def test_an_error_within_the_options_names_them(service: Service, field: str) -> None:
+    error = service.refused(400, stream=True, stream_options={field: "yes"})
+    assert error["param"] == f"stream_options.{field}"
+    assert f"stream_options.{field}" in error["message"]
+
+
+def test_chunks_have_the_fields_of_vllm(service: Service) -> None:
+    stop = service.completed(**BODY)["choices"][0]["text"][6:9]
+    events = service.events(**BODY, stop=stop)
+    for event in events:
+        assert event["system_fingerprint"] is None
+        assert {event["choices"][0][name] for name in ("token_ids", "prompt_token_ids")} == {None}
+    assert [event["choices"][0]["stop_reason"] for event in events] == [None] * (len(events) - 1) + [stop]
+
+
 def test_a_stop_string_is_never_sent_even_in_part(service: Service) -> None:
     whole = service.completed(**BODY)["choices"][0]["text"]
     stop = whole[6:9]
@@ -83,7 +111,7 @@ def test_a_bad_request_is_refused_before_the_stream_begins(service: Service) -> 
     assert service.refused(403, stream=True, kv_transfer_params={"hidden_states_path": "/etc/x"})
 
 
-def test_a_failed_save_ends_the_stream_with_an_error_event(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_ends_the_stream_with_an_error_event_and_done(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "no space")
 

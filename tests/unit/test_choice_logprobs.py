@@ -12,17 +12,18 @@ import numpy as np
 from engine.request import EngineRequest, SamplingParams, TokenLogprobs
 from engine.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens
 from service.engine_events import Update
-from service.requests.choice import Choice, Delta, Finished
-from service.text.choice_text import ChoiceText, echo_of, logprobs_object
+from service.requests.choice import Choice, Delta, Finished, Reports
+from service.text.choice_text import ChoiceText, TokenNames, echo_of, logprobs_object
 from service.text.prompts import PreparedPrompt
 
 PROMPT = [4, 5, 6]
+NAMES = TokenNames(None)
 
 
 def echoing_choice() -> Choice:
     request = EngineRequest("r", PROMPT, SamplingParams(logprobs=1, prompt_logprobs=1))
-    text = ChoiceText(None, [], PROMPT)
-    return Choice(0, PreparedPrompt(PROMPT, None, 4), request, None, None, text, echo_of(None, PROMPT, None), waits_for_save=True)
+    reports, echo = Reports(NAMES), echo_of(None, PROMPT, None)
+    return Choice(0, PreparedPrompt(PROMPT, None, 4), request, None, reports, ChoiceText(None), echo, waits_for_save=True)
 
 
 def prompt_scores() -> PromptLogprobs:
@@ -75,5 +76,5 @@ def test_scores_are_read_once() -> None:
             return iter(prompt_scores())
 
     scores = Counted()
-    assert len(logprobs_object(None, PROMPT, scores, [0, 0, 0])["top_logprobs"]) == 3
+    assert len(logprobs_object(NAMES, PROMPT, scores, [0, 0, 0])["top_logprobs"]) == 3
     assert scores.num_readings == 1
