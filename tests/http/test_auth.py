@@ -20,9 +20,17 @@ if TYPE_CHECKING:
     from tests.http.conftest import Service, Services
 
 BODY = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
-OPEN = ["/health", "/health/live", "/metrics", "/version"]
+OPEN = ["/health", "/health/live", "/metrics", "/ping", "/version"]
 CLOSED = [("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/saves"), ("GET", "/saves/x"), ("DELETE", "/saves/x")]
-CLOSED += [("GET", "/saves/x/file"), ("GET", "/openapi.json"), ("GET", "/nowhere"), ("POST", "/health/"), ("GET", "/version/../saves")]
+CLOSED += [
+    ("GET", "/saves/x/file"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nowhere"),
+    ("POST", "/health/"),
+    ("GET", "/version/../saves"),
+    ("GET", "/load"),
+]
+CLOSED += [("GET", "/v1/models/tiny"), ("GET", "/tokenizer_info")]
 
 
 class Keys:
@@ -70,6 +78,46 @@ def test_without_a_valid_key_everything_but_health_is_401(guarded: Service, head
         assert response.headers["x-request-id"]
     for path in OPEN:
         assert guarded.client.get(path, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("salt", [None, "shared"])
+def test_no_owner_learns_of_anothers_prompts_from_the_prefix_cache(guarded: Service, keys: Keys, salt: str | None) -> None:
+    """Neither from what is counted as cached nor from what is computed: keys and values, and rows of hidden states."""
+    engine = guarded.runtime.services(for_new_work=True).engine
+
+    def asked(key: str, **more: object) -> tuple[int, int, int]:
+        """Tokens counted as cached, tokens computed, rows taken from the cache."""
+        before = engine.stats()
+        body = {"prompt": [7] * 200, "max_tokens": 1, "cache_salt": salt} | more
+        answer = guarded.client.post("/v1/completions", json=body, headers=bearer(key)).json()
+        guarded.settled()
+        after = engine.stats()
+        computed, rows = (
+            after.computed_tokens_total - before.computed_tokens_total,
+            after.state_hit_rows_total - before.state_hit_rows_total,
+        )
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], computed, rows
+
+    only_rows = {"max_tokens": 0, "kv_transfer_params": {}}
+    cold = asked(keys.alice)
+    assert cold == (0, 200, 0)
+    assert asked(keys.alice)[1] < 100
+    assert asked(keys.bob) == cold
+    first = asked(keys.alice, **only_rows)
+    assert asked(keys.alice, **only_rows)[2] > 0
+    assert asked(keys.bob, **only_rows)[2] == first[2] == 0
+    assert asked(keys.alice, cache_salt="another")[0] == 0
+
+
+def test_two_keys_of_one_owner_share_cached_prefixes(services: Services, keys: Keys) -> None:
+    other = new_key()
+    keys.write(f"{hashed_line(keys.alice, 'alice')}\n{hashed_line(other, 'alice')}\n")
+    with services.run(api_keys_file=keys.path) as service:
+        body = {"prompt": [7] * 200, "max_tokens": 1}
+        answers = [service.client.post("/v1/completions", json=body, headers=bearer(key)).json() for key in (keys.alice, other)]
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached[0] == 0
+        assert cached[1] > 0
 
 
 def test_two_keys_in_one_request_are_401(guarded: Service, keys: Keys) -> None:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers import (
+    LlamaForCausalLM,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +24,8 @@ if TYPE_CHECKING:
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PROMPT = list(b"The same words, the same words")
 NUM_TOKENS = 24
+EOS, VOCAB_SIZE = 257, 258
+ALLOWED = range(40, 90)
 BIAS = {5: 3.0, 65: -4.5, 100: 2.25, 200: 100.0, 201: -100.0}
 
 
@@ -41,6 +50,9 @@ CASES: dict[str, tuple[dict[str, Any], list[Process]]] = {
     "presence": ({"presence_penalty": 1.5}, [subtracting(1.5, 0)]),
     "frequency": ({"frequency_penalty": -1.25}, [subtracting(0, -1.25)]),
     "both": ({"presence_penalty": 0.5, "frequency_penalty": 0.75}, [subtracting(0.5, 0.75)]),
+    "allowed": ({"allowed_token_ids": [*ALLOWED]}, [SuppressTokensLogitsProcessor([*{*range(VOCAB_SIZE)} - {*ALLOWED}])]),
+    "a least length": ({"logit_bias": {str(EOS): 100}, "min_tokens": 7},
+                       [SequenceBiasLogitsProcessor([[[EOS], 100.0]]), MinNewTokensLengthLogitsProcessor(len(PROMPT), 7, EOS)]),
 }  # fmt: skip
 
 
@@ -69,3 +81,21 @@ def test_the_tokens_are_those_of_the_processors(case: str, service: Service, mod
     expected = greedy(model, processes)
     assert service.completed(prompt=PROMPT, **body)["choices"][0]["token_ids"] == expected
     assert case == "none" or expected != greedy(model, [])
+
+
+def test_bad_words_are_those_of_the_processor(service: Service, model: LlamaForCausalLM) -> None:
+    """A word of two tokens, and one of a single token that begins another one which is not forbidden."""
+    plain = greedy(model, [])
+    spelt = {token: service.client.post("/detokenize", json={"tokens": [token]}).json()["prompt"] for token in plain}
+    clear = [place for place, token in enumerate(plain) if spelt[token].isascii() and spelt[token].strip()]
+    first, second = next((plain[at], plain[at + 1]) for at in clear if at + 1 in clear and plain[at] != PROMPT[-1])
+    alone = next(plain[at] for at in clear if plain[at] not in (first, second))
+    body = {
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "bad_words": [spelt[first] + spelt[second], spelt[alone]],
+    }
+    expected = greedy(model, [NoBadWordsLogitsProcessor([[first, second], [alone]])])
+    assert expected != plain
+    assert service.completed(prompt=PROMPT, **body)["choices"][0]["token_ids"] == expected
