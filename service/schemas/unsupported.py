@@ -9,9 +9,10 @@ Table = Mapping[str, tuple[object, ...]]
 
 LONGEST_NAME = 80
 GUIDED_PREFIX = "guided_"
-"""Fields of guided decoding, of which other servers have many."""
+"""In a table: all fields that begin with it. They are those of guided decoding, of which other servers have many."""
 
 COMMON: Table = {
+    GUIDED_PREFIX: (),
     "custom_logit_processor": (),
     "early_stopping": (False,),
     "ebnf": (),
@@ -80,7 +81,8 @@ CHAT: Table = {
 def refuse_unsupported(fields: Mapping[str, object], table: Table) -> None:
     """Raises `InvalidRequest` for the first field that asks for something that isn't supported."""
     for name, value in fields.items():
-        if value is None or not (name in table or name.startswith(GUIDED_PREFIX)):
+        known = name in table or (name.startswith(GUIDED_PREFIX) and GUIDED_PREFIX in table)
+        if value is None or not known:
             continue
         if not any(type(value) is type(neutral) and value == neutral for neutral in table.get(name, ())):
             raise InvalidRequest(f"{shown_name(name)} is not supported", shown_name(name))

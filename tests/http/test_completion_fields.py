@@ -245,6 +245,8 @@ def test_prompt_logprobs_are_those_of_an_echo_with_ranks(service: Service) -> No
         assert {entry["rank"] for entry in scored.values()} == {1, 2, own["rank"]}
         assert len(scored) == 2 + (own["rank"] > 2)
         assert [next(iter(scored)), max(scored.values(), key=lambda entry: entry["logprob"])["rank"]] == [str(ids[place]), 1]
+    alone = service.completed(prompt_logprobs=2, max_tokens=0)["choices"][0]["prompt_logprobs"]
+    assert [list(scored) for scored in alone[1:]] == [list(scored) for scored in choice["prompt_logprobs"][1:]]
     both = service.completed(prompt_logprobs=0, echo=True, logprobs=2, max_tokens=1)["choices"][0]
     assert [len(scored) for scored in both["prompt_logprobs"][1:]] == [1] * 5
     assert [len(top) >= 2 for top in both["logprobs"]["top_logprobs"][1:]] == [True] * 6

@@ -49,7 +49,7 @@ RARER = ("the memory", "the pages")
 def has_failed(response: httpx.Response) -> bool:
     """Whether the caller heard an error, with a status of the server's or in its stream; asserts that it was one or the other."""
     if response.headers["content-type"].startswith("text/event-stream"):
-        assert ('"error"' in response.text) is not response.text.endswith("data: [DONE]\n\n")
+        assert response.text.endswith("data: [DONE]\n\n")
         return '"error"' in response.text
     if response.status_code == 200:
         return False

@@ -61,6 +61,8 @@ def test_a_longer_text_than_the_context_can_be_rendered(service: Service) -> Non
 
 def test_fields_of_a_chat_that_do_not_change_the_prompt_are_ignored(service: Service) -> None:
     assert render(service, model="tiny", temperature=7, max_tokens="x", stream=True, tool_choice="required") == render(service)
+    assert render(service, guided_json={}, return_token_ids=True, return_anything=True, best_of=3) == render(service)
+    assert render(service, reasoning_effort="low") != render(service)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def tokenize(service: Service, **body: Any) -> dict[str, Any]:  # noqa: ANN401 -
 
 def test_a_text_becomes_the_tokens_that_it_would_be_run_as(service: Service) -> None:
     answer = tokenize(service, prompt="Hello")
-    assert set(answer) == {"count", "max_model_len", "tokens"}
+    assert set(answer) == {"count", "max_model_len", "tokens", "token_strs"}
+    assert answer["token_strs"] is None
     assert answer["tokens"] == service.completed(return_token_ids=True)["choices"][0]["prompt_token_ids"]
     assert tokenize(service, prompt="Hello", add_special_tokens=False)["tokens"] == answer["tokens"][1:]
     assert tokenize(service, model="tiny", prompt="")["tokens"] == [BOS]
