@@ -10,7 +10,6 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.request import EngineRequest, SamplingParams
-from engine.sampling.prompt_logprobs import prompt_logprobs_bytes
 from engine.saves.bound import largest_file
 from engine.saves.spec import SaveTarget
 from engine.scheduling.limits import saved_rows
@@ -27,7 +26,15 @@ from service.requests.extraction import (
     save_spec,
 )
 from service.requests.generation import Generation
-from service.requests.sampling import BadWords, Vocabulary, bad_word_tokens, check_sampling, check_something_is_left, sampling_params
+from service.requests.sampling import (
+    BadWords,
+    Vocabulary,
+    bad_word_tokens,
+    check_prompt_logprobs,
+    check_sampling,
+    check_something_is_left,
+    sampling_params,
+)
 from service.requests.texts import choice_text, echoes, reports, stop_checker
 from service.saves.deletion import delete_save
 from service.saves.life import LiveSave
@@ -103,7 +110,7 @@ async def make_plan(
     prompts = await prepare_prompts(body, services.prompt_maker, include_last_token)
     bad_words = await asyncio.to_thread(bad_word_tokens, body.bad_words, services.tokenizer) if body.bad_words else ()
     check_something_is_left(body, bad_words, vocabulary)
-    _check_prompt_logprobs(services, body, prompts, vocabulary)
+    check_prompt_logprobs(body, prompts, vocabulary, services.settings.prompt_logprobs_memory)
     if extraction is not None:
         _check_wait(extraction, body)
         for prompt in prompts:
@@ -127,18 +134,6 @@ def _check_tokenizer(services: Services, body: GenerationRequest) -> None:
 def _check_count(num_choices: int, max_queued: int) -> None:
     if num_choices > max_queued:
         raise BadRequest(f"prompt and n ask for {num_choices} choices, at most {max_queued} can be queued", param="n")
-
-
-def _check_prompt_logprobs(services: Services, body: GenerationRequest, prompts: list[PreparedPrompt], vocabulary: Vocabulary) -> None:
-    """All choices are submitted together: what can never fit isn't told to come again."""
-    bound, size = services.settings.prompt_logprobs_memory, vocabulary.size
-    needed = body.n * sum(
-        prompt_logprobs_bytes(len(prompt.token_ids), sampling_params(body, prompt.max_tokens, 0, vocabulary), size) for prompt in prompts
-    )
-    if needed > bound:
-        param, count = ("logprobs", body.num_logprobs) if body.prompt_logprobs is None else ("prompt_logprobs", body.prompt_logprobs)
-        echoed = f"the prompts of {body.n * len(prompts)} choices"
-        raise BadRequest(f"{param} {count} of {echoed} take {needed} bytes, at most {bound} can be kept", param=param)
 
 
 def _check_wait(extraction: Extraction, body: GenerationRequest) -> None:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams
+from engine.sampling.prompt_logprobs import prompt_logprobs_bytes
 from service.schemas.chat import ChatRequest
 from service.schemas.generation import WHOLE_VOCABULARY, GenerationRequest
 from service.services import Services
-from service.text.prompts import check_token_ids
+from service.text.prompts import PreparedPrompt, check_token_ids
 from service.text.tokenizer import Tokenizer
 
 SEED_RANGE = 2**64
@@ -83,6 +84,19 @@ def _check_logprobs(param: str, count: int | None, vocabulary: Vocabulary) -> No
     if asked is not None and asked > most:
         meant = f" (the vocabulary, {asked} tokens)" if count == WHOLE_VOCABULARY else ""
         raise InvalidRequest(f"{param} is {count}{meant}, at most {most} log-probabilities per token are given (--max-logprobs)", param)
+
+
+def check_prompt_logprobs(body: GenerationRequest, prompts: Sequence[PreparedPrompt], vocabulary: Vocabulary, most_bytes: int) -> None:
+    """All choices are submitted together: what can never fit isn't told to come again. Raises `InvalidRequest`."""
+    each = (
+        prompt_logprobs_bytes(len(prompt.token_ids), sampling_params(body, prompt.max_tokens, 0, vocabulary), vocabulary.size)
+        for prompt in prompts
+    )
+    needed = body.n * sum(each)
+    if needed > most_bytes:
+        param, count = ("logprobs", body.num_logprobs) if body.prompt_logprobs is None else ("prompt_logprobs", body.prompt_logprobs)
+        of_prompts = f"the prompts of {body.n * len(prompts)} choices"
+        raise InvalidRequest(f"{param} {count} of {of_prompts} take {needed} bytes, at most {most_bytes} can be kept", param)
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer | None) -> BadWords:

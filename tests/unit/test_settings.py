@@ -59,6 +59,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "max_batch_tokens": None,
         "prompt_logprobs_memory": 256 * 2**20,
         "inter_token_ms": None,
+        "max_logprobs": 20,
         "max_running": 256,
         "max_queued": 1024,
         "durability": "file",
@@ -128,6 +129,7 @@ def test_an_empty_environment_variable_is_no_setting(monkeypatch: pytest.MonkeyP
         ("state_page_size", "4097", "--state-page-size: input should be less than or equal to 4096, got '4097'"),
         ("inter_token_ms", "-1", "--inter-token-ms: input should be greater than or equal to 0, got '-1'"),
         ("inter_token_ms", "inf", "--inter-token-ms: input should be a finite number, got 'inf'"),
+        ("max_logprobs", "-2", "--max-logprobs: input should be greater than or equal to -1, got '-2'"),
         ("max_running", "0", "--max-running: input should be greater than or equal to 1, got '0'"),
     ],
 )
