@@ -34,7 +34,7 @@ class Reply:
 def post(body: Json, path: str = "/v1/completions") -> bytes:
     """An HTTP request as it goes over the wire."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: edge\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 

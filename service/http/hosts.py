@@ -39,7 +39,8 @@ class HostCheck:
         self._app = app
         self._by_address = not is_local(bound)
         any_name = self._by_address and not allowed
-        self._names = ["*"] if any_name else [*LOCAL_NAMES, f"[{bound}]" if ":" in bound else bound, *allowed]
+        names = ["*"] if any_name else [*LOCAL_NAMES, f"[{bound}]" if ":" in bound else bound, *allowed]
+        self._check = TrustedHostMiddleware(_accept, names, www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = scope["type"] != "http" or await self._is_known(scope, receive)
@@ -47,16 +48,21 @@ class HostCheck:
 
     async def _is_known(self, scope: Scope, receive: Receive) -> bool:
         """As starlette's middleware sees it, whose own answer to strangers isn't the error body of this service."""
-        passed: list[Scope] = []
+        said: list[Message] = []
 
-        async def accept(scope: Scope, _receive: Receive, _send: Send) -> None:
-            passed.append(scope)
+        async def listen(message: Message) -> None:
+            said.append(message)
 
-        async def drop(_message: Message) -> None:
-            pass
+        await self._check(scope, receive, listen)
+        return _ACCEPTED in said or (self._by_address and _is_address(scope))
 
-        await TrustedHostMiddleware(accept, self._names, www_redirect=False)(scope, receive, drop)
-        return bool(passed) or (self._by_address and _is_address(scope))
+
+_ACCEPTED: Message = {"type": "accepted"}
+
+
+async def _accept(_scope: Scope, _receive: Receive, send: Send) -> None:
+    """The application behind the check, which the check's answers to strangers come in the place of."""
+    await send(_ACCEPTED)
 
 
 def _is_address(scope: Scope) -> bool:
