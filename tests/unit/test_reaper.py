@@ -402,6 +402,58 @@ def test_who_shares_a_sweep_with_somebody_who_leaves_gets_another(world: World, 
     assert world.get(record).gone is not None
 
 
+def test_a_recount_comes_three_times_as_long_after_the_last_sweep_as_that_took(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add(1)
+    clock, pauses, look_at = [100.0], list[float](), world.reaper._look_at
+    monkeypatch.setattr(reaper_module.time, "monotonic", lambda: clock[0])
+
+    def look(records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
+        clock[0] += 2.0
+        return look_at(records)
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(world.reaper, "_look_at", look)
+    monkeypatch.setattr(world.reaper, "_pause", pause)
+
+    async def run() -> None:
+        await world.reaper.recount()
+        clock[0] += 1.0
+        await world.reaper.recount()
+
+    asyncio.run(run())
+    assert pauses == [-100.0, 5.0]
+
+
+def test_only_a_pause_of_some_time_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def wait_for(waiting: Any, seconds: float) -> None:  # noqa: ANN401 - a coroutine
+        waiting.close()
+        waits.append(seconds)
+        raise TimeoutError
+
+    monkeypatch.setattr(asyncio, "wait_for", wait_for)
+    for seconds in (-1.0, 0.0, 0.5):
+        asyncio.run(world.reaper._pause(seconds))
+    assert waits == [0.5]
+
+
+def test_a_sweep_leaves_no_descriptor_open(world: World) -> None:
+    for number in range(7):
+        world.add(number)
+    asyncio.run(world.reaper.sweep())
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing's own descriptor must be closed at once
+    asyncio.run(world.reaper.sweep())
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - as above
+
+
+def test_how_often_things_are_done_is_as_documented() -> None:
+    names = ("TICK_SECONDS", "SWEEP_SECONDS", "ORPHANS_SECONDS", "DAY_SECONDS", "RETRY_SECONDS", "PAGE", "PURGED_AT_ONCE", "REST")
+    assert [getattr(reaper_module, name) for name in names] == [1, 600, 3600, 86400, 60, 500, 10_000, 3]
+
+
 def test_a_recount_that_rests_ends_with_the_service(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reaper_module, "REST", 10**9)
     world.add(1)
