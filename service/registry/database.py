@@ -70,6 +70,17 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE service (id TEXT NOT NULL)",
         "INSERT INTO service VALUES (lower(hex(randomblob(16))))",
     ),
+    (
+        # Outputs count as files do, for as long as their record stands.
+        "UPDATE usage SET bytes = bytes + (SELECT coalesce(sum(length(CAST(output AS BLOB))), 0) FROM saves)",
+        """CREATE TRIGGER outputs_inserted AFTER INSERT ON saves WHEN new.output IS NOT NULL
+            BEGIN UPDATE usage SET bytes = bytes + length(CAST(new.output AS BLOB)); END""",
+        """CREATE TRIGGER outputs_deleted AFTER DELETE ON saves WHEN old.output IS NOT NULL
+            BEGIN UPDATE usage SET bytes = bytes - length(CAST(old.output AS BLOB)); END""",
+        """CREATE TRIGGER outputs_updated AFTER UPDATE OF output ON saves WHEN new.output IS NOT old.output
+            BEGIN UPDATE usage SET bytes = bytes
+                + coalesce(length(CAST(new.output AS BLOB)), 0) - coalesce(length(CAST(old.output AS BLOB)), 0); END""",
+    ),
 )
 
 

@@ -13,6 +13,9 @@ CHANGEABLE = frozenset(FIELDS) - {"id", "created", "owner", "idempotency_key", "
 _CHANGEABLE = tuple(sorted(CHANGEABLE))
 MAX_LIMIT = 10_000
 _COLUMNS = ", ".join(FIELDS)
+_SUMMARY = tuple(name for name in FIELDS if name != "output")
+"""Of lists, and of looks at many files: texts with their log-probabilities can be large."""
+_SUMMARY_COLUMNS = ", ".join(_SUMMARY)
 _INSERT = f"INSERT INTO saves ({_COLUMNS}) VALUES ({', '.join('?' * len(FIELDS))})"
 _UPDATE = f"UPDATE saves SET {', '.join(f'{name} = ?' for name in _CHANGEABLE)} WHERE id = ?"
 _LIVE = "status IN ('queued', 'running', 'writing')"
@@ -66,7 +69,7 @@ def delete(database: sqlite3.Connection, save_id: str) -> bool:
 
 
 def select(database: sqlite3.Connection, page: Page) -> list[SaveRecord]:
-    """Newest first. Raises `NotFound` for an `after` that was never a record."""
+    """Newest first, without outputs. Raises `NotFound` for an `after` that was never a record."""
     conditions: list[str] = []
     values: list[Any] = []
     for column in ("status", "request_id", "owner"):
@@ -82,8 +85,8 @@ def select(database: sqlite3.Connection, page: Page) -> list[SaveRecord]:
         values.append(_sequence(database, page.after))
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     values.append(max(1, min(page.limit, MAX_LIMIT)))
-    rows = database.execute(f"SELECT {_COLUMNS} FROM saves {where} ORDER BY sequence DESC LIMIT ?", values)
-    return [from_row(row) for row in rows]
+    rows = database.execute(f"SELECT {_SUMMARY_COLUMNS} FROM saves {where} ORDER BY sequence DESC LIMIT ?", values)
+    return [from_row(row, _SUMMARY) for row in rows]
 
 
 def find_idempotent(database: sqlite3.Connection, owner: str | None, key: str) -> tuple[SaveRecord, ...]:
@@ -103,16 +106,16 @@ def used_bytes(database: sqlite3.Connection) -> int:
 
 
 def expired(database: sqlite3.Connection, now: float, skip: int, limit: int) -> list[SaveRecord]:
-    """Completed saves whose time is over, the longest expired first, without the first `skip` of them."""
-    query = f"SELECT {_COLUMNS} FROM saves WHERE status = 'completed' AND expires <= ? ORDER BY expires, sequence LIMIT ? OFFSET ?"
-    return [from_row(row) for row in database.execute(query, [now, limit, skip])]
+    """Completed saves whose time is over, the longest expired first, without the first `skip` of them; no outputs."""
+    query = f"SELECT {_SUMMARY_COLUMNS} FROM saves WHERE status = 'completed' AND expires <= ? ORDER BY expires, sequence LIMIT ? OFFSET ?"
+    return [from_row(row, _SUMMARY) for row in database.execute(query, [now, limit, skip])]
 
 
 def completed(database: sqlite3.Connection, after: int, limit: int) -> tuple[list[SaveRecord], int]:
-    """Completed saves, oldest first, and where the next ones begin: give that as `after`, 0 at first."""
-    query = f"SELECT sequence, {_COLUMNS} FROM saves WHERE status = 'completed' AND sequence > ? ORDER BY sequence LIMIT ?"
+    """Completed saves, oldest first, and where the next ones begin: give that as `after`, 0 at first. No outputs."""
+    query = f"SELECT sequence, {_SUMMARY_COLUMNS} FROM saves WHERE status = 'completed' AND sequence > ? ORDER BY sequence LIMIT ?"
     rows = database.execute(query, [after, limit]).fetchall()
-    return [from_row(row) for row in rows], rows[-1]["sequence"] if rows else after
+    return [from_row(row, _SUMMARY) for row in rows], rows[-1]["sequence"] if rows else after
 
 
 def purge(database: sqlite3.Connection, ended_before: float, keep_count: int, limit: int) -> int:

@@ -92,9 +92,9 @@ def to_column(name: str, value: Any) -> Any:  # noqa: ANN401 - whatever the fiel
     return str(value) if name in _AS_TEXT else value
 
 
-def from_row(row: sqlite3.Row) -> SaveRecord:
-    """The record of a row that has the columns `FIELDS`."""
-    return SaveRecord(**{name: _from_column(name, row[name]) for name in FIELDS})
+def from_row(row: sqlite3.Row, names: Sequence[str] = FIELDS) -> SaveRecord:
+    """The record of a row that has these columns."""
+    return SaveRecord(**{name: _from_column(name, row[name]) for name in names})
 
 
 def _from_column(name: str, value: Any) -> Any:  # noqa: ANN401 - whatever the field holds

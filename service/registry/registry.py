@@ -122,7 +122,7 @@ class Registry:
         return self._thread.submit(queries.unfinished)
 
     def used_bytes(self) -> "Future[int]":
-        """Bytes of all files of completed saves, without those that are known to be gone."""
+        """Bytes of all files of completed saves, without those that are known to be gone, and of the outputs that records keep."""
         return self._thread.submit(queries.used_bytes)
 
     def expired(self, now: float, skip: int, limit: int) -> "Future[Records]":

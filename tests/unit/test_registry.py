@@ -1,6 +1,7 @@
 """Records are kept as promised: acknowledged means committed, statuses only go forward, one service per state directory."""
 
 import asyncio
+import json
 import signal
 import sqlite3
 import subprocess
@@ -520,6 +521,34 @@ def test_the_bytes_in_use_are_those_of_completed_files_that_are_there(registry: 
     registry.delete(record(3).id).result()
     registry.delete(record(1).id).result()
     assert used() == 0
+
+
+def test_outputs_count_as_files_do_for_as_long_as_their_record_stands(registry: Registry) -> None:
+    def used() -> int:
+        return registry.used_bytes().result()
+
+    output = {"text": "é" * 10, "token_ids": [1, 2], "finish_reason": "stop"}
+    size = len(json.dumps(output, separators=(",", ":")).encode())
+    registry.insert(record(1, output={}), record(2, output=output, status="completed", bytes=1000)).result()
+    assert used() == 1000 + size + len("{}")
+    registry.update(record(1).id, output=output).result()
+    registry.update(record(1).id, status="completed", bytes=10).result()
+    assert used() == 1010 + 2 * size
+    registry.update(record(2).id, status="expired").result()
+    assert used() == 10 + 2 * size
+    registry.delete(record(2).id).result()
+    registry.delete(record(1).id).result()
+    assert used() == 0
+
+
+def test_lists_and_looks_at_many_files_read_no_outputs(registry: Registry) -> None:
+    output = {"text": "a", "token_ids": [1], "finish_reason": "stop"}
+    registry.insert(record(1, status="completed", output=output, expires=1.0)).result()
+    for found in (registry.list().result(), registry.expired(2.0, 0, 9).result(), registry.completed(0, 9).result()[0]):
+        assert [each.output for each in found] == [None]
+    kept = registry.get(record(1).id).result()
+    assert kept is not None
+    assert kept.output == output
 
 
 def test_the_bytes_in_use_survive_purges_restarts_and_operations_that_fail(state: Path) -> None:
