@@ -60,6 +60,11 @@ def byte_level_bytes(piece: str) -> bytes:
         return piece.encode("utf-8")
 
 
+def byte_letters() -> tuple[str, ...]:
+    """The byte alphabet's letter for each byte."""
+    return tuple(sorted(_byte_alphabet(), key=_byte_alphabet().__getitem__))
+
+
 def fallback_byte(piece: str) -> int | None:
     """The byte that a piece like `<0xE2>` stands for."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">") and _HEX.issuperset(piece[3:5]):

@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import InvalidRequest, ModelError
+from service.text.token_bound import token_bound
 from service.text.token_bytes import BYTE_FALLBACK, BYTE_LEVEL, DecoderKind, decoder_kind, piece_bytes
 
 NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -39,6 +40,7 @@ class Tokenizer:
         self.decoder_kind: DecoderKind = decoder_kind(backend)
         self._prefix, self._suffix = self._missing_around()
         self._bytes: dict[int, bytes] = {}
+        self._bound = token_bound(backend)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -73,13 +75,18 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text holds a lone surrogate at character {error.start}, which is not valid Unicode") from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: only for batches does the library let go of Python's lock.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Ids that the tokenizer doesn't know (padding of the vocabulary) have no text."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text has at least, told by its characters alone; 0 where this tokenizer doesn't allow to tell."""
+        return self._bound.least_tokens(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token contributes to a decoded text; empty for an unknown id."""
