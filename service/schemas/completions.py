@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from engine.errors import InvalidRequest
-from service.schemas.fields import checked_text, is_integer
+from service.schemas.fields import checked_text, kinds_of
 from service.schemas.generation import TEXT_SCHEMA, GenerationRequest
 from service.schemas.unsupported import COMPLETIONS
 
@@ -19,12 +19,13 @@ def _prompts(value: object) -> tuple[tuple[Prompt, ...], bool]:
     if isinstance(value, list):
         if not value:
             raise InvalidRequest("prompt must not be empty", "prompt")
-        if all(isinstance(item, str) for item in value):
+        kinds = kinds_of(value)
+        if kinds == {str}:
             return tuple(_text_prompt(item) for item in value), True
-        if all(isinstance(item, list) for item in value):
+        if kinds == {list}:
             return tuple(_token_prompt(item) for item in value), True
-        if all(is_integer(item) for item in value):
-            return (_token_prompt(value),), False
+        if kinds == {int}:
+            return (value,), False
     raise InvalidRequest("prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt")
 
 
@@ -37,7 +38,7 @@ def _text_prompt(text: str) -> str:
 def _token_prompt(ids: list[int]) -> list[int]:
     if not ids:
         raise InvalidRequest("prompt must not be empty", "prompt")
-    if not all(is_integer(token) for token in ids):
+    if kinds_of(ids) != {int}:
         raise InvalidRequest("prompt holds a list whose items are not all integers", "prompt")
     return ids
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from heapq import nsmallest
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -17,6 +18,8 @@ WHOLE_VOCABULARY = -1
 """Of a number of log-probabilities."""
 WHOLE_CONTEXT = -1
 """Of `truncate_prompt_tokens`."""
+SHOWN_NAMES = 32
+"""Of fields that are ignored, in the log."""
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -98,8 +101,9 @@ class PromptRequest(Body):
     def _only_supported(self) -> Self:
         extra = self.model_extra or {}
         refuse_unsupported(extra, self.unsupported)
-        if extra:
-            log.debug("ignored fields of a request: %s", ", ".join(sorted(extra))[:500])
+        if extra and log.isEnabledFor(logging.DEBUG):
+            # As Python writes a list: a name can't break out of its line.
+            log.debug("ignored fields of a request: %s", ascii(nsmallest(SHOWN_NAMES, extra))[:500])
         return self
 
 

@@ -1,8 +1,8 @@
 """The bodies of `POST /tokenize` and `POST /detokenize`."""
 
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from engine.errors import InvalidRequest
 from service.schemas.fields import Text
@@ -32,4 +32,4 @@ class TokenizeRequest(MessagesRequest):
 class DetokenizeRequest(PromptRequest):
     """Tokens to be turned into text."""
 
-    tokens: list[TokenId] = Field(max_length=MAX_TOKENS, description="Token ids.")
+    tokens: Annotated[list[TokenId], FailFast()] = Field(max_length=MAX_TOKENS, description="Token ids.")

@@ -9,7 +9,7 @@ from engine.errors import InvalidRequest
 from engine.saves.selection import ALL_ROWS, LAST_ROW, RowSelection
 from engine.saves.spec import ClientTensor
 from service.config.units import MAX_TTL_SECONDS
-from service.schemas.fields import Body, Text, checked_text, is_integer, is_number, shown
+from service.schemas.fields import Body, Text, checked_text, is_integer, kinds_of, shown
 
 PREFIX = "kv_transfer_params"
 IGNORED_FIELDS = frozenset({"do_remote_decode", "do_remote_prefill"})
@@ -72,17 +72,18 @@ def _name(name: str, param: str) -> str:
 def _tensor(values: object, param: str) -> ClientTensor:
     if not isinstance(values, list) or not values:
         raise InvalidRequest(f"{param} must be a list of at least one number, got {shown(values)}", param)
-    if all(isinstance(value, bool) for value in values):
-        return ClientTensor("uint8", [int(value) for value in values])
-    if all(is_integer(value) for value in values):
-        if not all(-(2**63) <= value < 2**63 for value in values):
+    kinds = kinds_of(values)
+    if kinds == {bool}:
+        return ClientTensor("uint8", list(map(int, values)))
+    if kinds == {int}:
+        if not (min(values) >= -(2**63) and max(values) < 2**63):
             raise InvalidRequest(f"{param} holds an integer that doesn't fit int64", param)
         return ClientTensor("int64", values)
-    if not all(is_number(value) for value in values):
+    if not kinds <= {int, float}:
         raise InvalidRequest(f"{param} must hold only numbers or only booleans", param)
-    if not all(abs(value) <= FLOAT32_MAX for value in values):  # false for NaN too
+    if not (min(values) >= -FLOAT32_MAX and max(values) <= FLOAT32_MAX):
         raise InvalidRequest(f"{param} holds a number that is not a finite float32", param)
-    return ClientTensor("float32", [float(value) for value in values])
+    return ClientTensor("float32", list(map(float, values)))
 
 
 def _metadata(value: object) -> dict[str, str]:
@@ -150,7 +151,12 @@ class TransferParams(Body):
     @model_validator(mode="before")
     @classmethod
     def _without_ignored(cls, value: Any) -> Any:  # noqa: ANN401 - any JSON value
-        return {name: item for name, item in value.items() if name not in IGNORED_FIELDS} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        kept = {name: item for name, item in value.items() if name not in IGNORED_FIELDS}
+        # Of the unknown names only the first, which is the one to be named: each would make an error of its own.
+        unknown = [name for name in kept if name not in cls.model_fields]
+        return {name: kept[name] for name in kept if name in cls.model_fields or name == unknown[0]} if unknown else kept
 
     @property
     def saves_output(self) -> bool:

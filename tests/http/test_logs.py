@@ -237,3 +237,12 @@ def test_a_step_that_raises_is_logged_with_the_ids_that_the_client_knows(
         error = service.refused(500, request_id="unlucky", kv_transfer_params={})
     [record] = [record for record in caplog.records if record.getMessage().startswith("a step over")]
     assert vars(record)["fields"] == {"request_id": "unlucky", "save_id": error["save_id"]}
+
+
+def test_a_field_s_name_can_not_forge_a_line(logged: Run) -> None:
+    with logged("--log-level", "debug") as service:
+        service.completion("forger", **{"x\n2026-01-01 00:00:00 ERROR   forged": 1})
+        while not any("answered" in line and "forger" in line for line in service.printed):
+            time.sleep(0.01)
+    assert any("ignored fields" in line for line in service.printed)
+    assert not any(line.startswith("2026-01-01") for line in service.printed)
