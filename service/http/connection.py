@@ -1,13 +1,14 @@
-"""What uvicorn's connections lack: bounds on the time and size of a request's head, and on how slowly an answer is read.
+"""What no setting of uvicorn's gives: bounds on the time and size of a request's head, on connections, and on answers that nobody reads.
 
-It works below HTTP, on either of uvicorn's protocols: a head that never ends reaches no middleware, and neither does a client that has
-stopped reading. The bounds on bodies, which do, are in `service/http/middleware.py`.
+They work below HTTP, on either of uvicorn's protocols: a head that never ends reaches no middleware, and neither does a client that has
+stopped reading. uvicorn has no clock for either (`timeout_keep_alive` is for idle connections), bounds heads for h11 alone, and answers
+503 to health checks too where `limit_concurrency` is reached. A proxy in front has all of it, but the service must not need one. The
+bounds on bodies are in `service/http/middleware.py`.
 """
 
 import asyncio
 import logging
 import socket
-import struct
 import sys
 from functools import partial
 from typing import Any
@@ -20,52 +21,21 @@ from service.http.limits import HttpLimits
 
 log = logging.getLogger(__name__)
 
-ACKNOWLEDGED_OFFSET = 120
-"""Of `tcpi_bytes_acked`, 64 bits, in the `tcp_info` of linux/tcp.h; since Linux 4.1."""
 CHECKS_PER_LIMIT = 4
 """How often a bound on time is looked at within it, so that it is kept to a quarter."""
 
 
-class WriteWatch:
-    """Finds out whether a client still takes what is waiting for it."""
-
-    def __init__(self, transport: asyncio.Transport, limits: HttpLimits) -> None:
-        self._transport = transport
-        self._limits = limits
-        self._since: float | None = None
-        self._taken = 0
-
-    def stalled(self, now: float) -> bool:
-        """Whether less than the least amount was taken in the last `write_seconds`; to be asked every now and then."""
-        taken = bytes_acknowledged(self._transport) if self._transport.get_write_buffer_size() else None
-        if taken is None:
-            self._since = None  # the kernel had room for everything, or doesn't tell
-            return False
-        if self._since is None:
-            self._since, self._taken = now, taken
-        if now - self._since < self._limits.write_seconds:
-            return False
-        before, self._since, self._taken = self._taken, now, taken
-        return taken - before < self._limits.write_seconds * self._limits.write_rate
-
-
-def bytes_acknowledged(transport: asyncio.Transport) -> int | None:
-    """How much the other end has ever taken; None for anything but TCP on Linux."""
+def bound_unread_answers(transport: asyncio.Transport, seconds: float) -> None:
+    """Has the kernel end a connection whose other end takes nothing of what waits for it for so long; on Linux."""
     connection = transport.get_extra_info("socket")
-    if sys.platform != "linux" or connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKNOWLEDGED_OFFSET + 8)
-    return int.from_bytes(info[ACKNOWLEDGED_OFFSET:], sys.byteorder)
-
-
-def forget_unsent(transport: asyncio.Transport) -> None:
-    """Makes the kernel drop what it holds for the client when the connection is closed; it would keep it for minutes."""
-    if (connection := transport.get_extra_info("socket")) is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if sys.platform == "linux" and connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
 
 class Guard:
-    """Mixed into a protocol of uvicorn's. Uses of it `cycle` (the request being answered), `connections`, `transport` and `loop`."""
+    """Mixed into a protocol of uvicorn's. Uses of it `connections`, `transport`, `loop` and `cycle`, the request that came last: that alone
+    tells below HTTP whether a head has ended. `tests/http/test_limits.py` runs on both protocols, and would notice if these changed.
+    """
 
     cycle: Any
     connections: set[Any]
@@ -78,12 +48,11 @@ class Guard:
         self._head_bytes = 0
         self._head_since: float | None = None
         self._check_handle: asyncio.TimerHandle | None = None
-        self._writes: WriteWatch | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)  # type: ignore[misc]  # of the protocol this is mixed into
         self._head_since = self.loop.time()
-        self._writes = WriteWatch(transport, self._limits)
+        bound_unread_answers(transport, self._limits.write_seconds)
         if len(self.connections) > self._limits.connections:
             self._refuse(Busy("too many connections are open", code="too_many_connections"))
         self._check_later()
@@ -91,6 +60,8 @@ class Guard:
     def connection_lost(self, error: Exception | None) -> None:
         if self._check_handle is not None:
             self._check_handle.cancel()
+        if isinstance(error, TimeoutError):
+            log.warning("a client has stopped reading its answer, its connection is cut")
         super().connection_lost(error)  # type: ignore[misc]  # see above
 
     def data_received(self, data: bytes) -> None:
@@ -120,16 +91,10 @@ class Guard:
         return self._limits.head_bytes + (self._limits.body_bytes if early else 0)
 
     def _check_later(self) -> None:
-        seconds = min(self._limits.head_seconds, self._limits.write_seconds) / CHECKS_PER_LIMIT
-        self._check_handle = self.loop.call_later(seconds, self._check)
+        self._check_handle = self.loop.call_later(self._limits.head_seconds / CHECKS_PER_LIMIT, self._check)
 
     def _check(self) -> None:
-        now = self.loop.time()
-        if self._writes is not None and self._writes.stalled(now):
-            log.warning("a client has stopped reading its answer, its connection is cut")
-            forget_unsent(self.transport)
-            self.transport.abort()
-        elif not self.transport.is_closing() and self._head_is_late(now):
+        if not self.transport.is_closing() and self._head_is_late(self.loop.time()):
             self._refuse(TooSlow("the headers took too long"))
         self._check_later()
 

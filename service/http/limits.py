@@ -11,8 +11,8 @@ class HttpLimits:
     """
 
     body_bytes: int = 64 * 2**20
-    """Of one request."""
-    all_bodies_bytes: int = 512 * 2**20
+    """Of one request, whatever the context length: `service/http/body_bounds.py` has the bounds that follow from it."""
+    all_bodies_bytes: int = 256 * 2**20
     """Of all requests together that are being read or answered; more are told to come again."""
     json_depth: int = 64
     head_bytes: int = 64 * 2**10
@@ -27,8 +27,7 @@ class HttpLimits:
     """After which a body must have come at `body_rate` or faster."""
     body_rate: float = 10 * 2**10
     write_seconds: float = 30.0
-    """In each of which a client must take `write_seconds * write_rate` bytes of what waits for it."""
-    write_rate: float = 2**10
+    """In each of which a client must take some of what waits for it; less than the kernel has room for is not seen."""
     connections: int = 8192
     requests: int = 4096
     """That are being answered at one time, those of health checks left out."""
