@@ -5,7 +5,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal, Protocol, get_args
 
@@ -32,16 +31,16 @@ from service.saves.recovery import recover
 from service.saves.space import Space
 from service.saves.targets import Targets
 from service.services import ModelIdentity, Services
+from service.shares import Shares
 from service.text.chat_templates import ChatTemplates
 from service.text.tokenizer import Tokenizer, TokenizerMissing
+from service.threads import Threads
 
 log = logging.getLogger(__name__)
 
 RuntimeState = Literal["starting", "ok", "draining", "dead", "stopped"]
 REPORT_STEP = 0.25
 """A line for every quarter of the weights."""
-FILE_READERS = 8
-"""Threads that read files for downloads."""
 DEATH_GRACE_SECONDS = 2.0
 """For answers to those who still waited when the engine failed."""
 
@@ -62,6 +61,8 @@ class Runtime:
         """Raises `ConfigError` for settings of traces that can't work."""
         self.settings = settings
         self.metrics = Metrics()
+        self.shares = Shares(settings.max_running + settings.max_queued)
+        self.threads = Threads(self.shares)
         self.tracing = start_tracing(settings)
         self._state: RuntimeState = "starting"
         self.on_fatal: Callable[[], None] = lambda: None
@@ -94,6 +95,11 @@ class Runtime:
         """The parts as soon as they are there, in whatever state the service is."""
         return self._services
 
+    @property
+    def context_length(self) -> int:
+        """In tokens; 0 as long as that isn't known."""
+        return 0 if self._services is None else self._services.limits.max_model_len
+
     def services(self, *, for_new_work: bool) -> Services:
         """The parts. Raises `NotServing` before the start, after a fatal error and, for new work, while draining."""
         if self._services is not None and (self.state == "ok" or (self.state == "draining" and not for_new_work)):
@@ -119,10 +125,9 @@ class Runtime:
         roots, registry = await asyncio.to_thread(self._open_files)
         source = await self._loading.run(self._resolve_model)
         space = Space(registry, roots, max_saved_bytes=settings.max_saved_bytes, min_free_bytes=settings.min_free_bytes)
-        saver = Saver(registry, roots, space, self.metrics, loop, lock_files=settings.lock_files)
+        saver = Saver(registry, roots, space, self.metrics, loop, threads=self.threads, lock_files=settings.lock_files)
         events = EngineEvents(self.metrics)
         events.bind(loop, saver.on_event, self._engine_died)
-        readers = self._file_readers()
         engine = await self._start_engine(engine_config(settings, source.folder, umask), events)
         tokenizer = await self._loading.run(partial(_tokenizer, source))
         self._services = Services(
@@ -139,7 +144,8 @@ class Runtime:
             space=space,
             events=events,
             metrics=self.metrics,
-            file_readers=readers,
+            threads=self.threads,
+            shares=self.shares,
             started=time.time(),
             tracing=self.tracing,
         )
@@ -176,6 +182,7 @@ class Runtime:
             if services is not None:  # the engine is the last that was started and the first that is stopped
                 await asyncio.gather(*services.background, return_exceptions=True)
                 await services.saver.settle()
+        self.threads.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         if self.state != "dead":
@@ -198,11 +205,6 @@ class Runtime:
         space.recount = self._reaper.recount
         self.metrics.watch_space(space)
         self._reaper.start()
-
-    def _file_readers(self) -> ThreadPoolExecutor:
-        readers = ThreadPoolExecutor(FILE_READERS, "file-reader")
-        self._undo.append(lambda: readers.shutdown(wait=False, cancel_futures=True))
-        return readers
 
     def _open_files(self) -> tuple[SaveRoots, Registry]:
         settings = self.settings

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +13,17 @@ from service.engine_events import EngineEvents
 from service.observe.failures import logs_failure
 from service.observe.metrics import Metrics
 from service.observe.tracing import Tracing
+from service.registry.records import SaveRecord
 from service.registry.registry import Registry
 from service.saves.life import Saver
 from service.saves.paths.roots import SaveRoots
 from service.saves.space import Space
 from service.saves.targets import Targets
+from service.shares import Shares
 from service.text.chat_templates import ChatTemplates
 from service.text.prompts import Limits, PromptMaker
 from service.text.tokenizer import Tokenizer
+from service.threads import DiskPools, Threads
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,8 @@ class Services:
     space: Space
     events: EngineEvents
     metrics: Metrics
-    file_readers: ThreadPoolExecutor
-    """Threads of downloads: a disk that hangs holds up nothing else."""
+    threads: Threads
+    shares: Shares
     started: float
     """Seconds since 1970."""
     tracing: Tracing | None = None
@@ -73,6 +75,10 @@ class Services:
     @property
     def prompt_maker(self) -> PromptMaker:
         return PromptMaker(self.tokenizer, self.templates, self.limits)
+
+    def disk_of(self, record: SaveRecord) -> DiskPools:
+        """The threads for the root that a record's file is in."""
+        return self.threads.disk(self.roots.root_of(record.hidden_states_path))
 
     def start_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that no answer waits for; what goes wrong in it is logged."""

@@ -15,6 +15,7 @@ from service.config.settings import Settings
 from service.config.version import strata_version
 from service.http.access_log import AccessLog
 from service.http.auth import ApiKeys
+from service.http.body_bounds import body_bytes
 from service.http.errors import install_handlers
 from service.http.hosts import HostCheck
 from service.http.limits import DEFAULT_LIMITS, HttpLimits
@@ -42,6 +43,8 @@ def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpL
     """
     keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file)
     runtime = runtime or Runtime(settings)
+    if keys is not None:
+        runtime.shares.several = lambda: keys.num_owners > 1
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -76,6 +79,8 @@ def create_app(settings: Settings, runtime: Runtime | None = None, limits: HttpL
 
 def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits, runtime: Runtime) -> list[Middleware]:
     """The outermost first. Browsers must be able to read refusals too, so what allows that stands before what refuses."""
+    shares = runtime.shares
+    all_bodies = shares.share("bytes of the bodies of all requests", limits.all_bodies_bytes, "too_many_requests")
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origin,
@@ -93,8 +98,8 @@ def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits, ru
         Middleware(UnexpectedErrors),
         Middleware(HeadLimit, limits=limits),
         Middleware(Authentication, keys=keys),
-        Middleware(RequestLimit, limits=limits),
-        Middleware(BodyLimit, limits=limits),
+        Middleware(RequestLimit, answers=shares.share("requests being answered", limits.requests, "too_many_requests")),
+        Middleware(BodyLimit, limits=limits, most=lambda: body_bytes(runtime.context_length, limits.body_bytes), all_bodies=all_bodies),
     ]
 
 

@@ -97,6 +97,10 @@ class ApiKeys:
         else:
             log.info("%d API keys were read", len(self._keys))
 
+    @property
+    def num_owners(self) -> int:
+        return len({key.owner for key in self._keys})
+
     def owner(self, authorization: bytes) -> str | None:
         """Whom a header `Authorization: Bearer KEY` stands for; None for anything else. Takes the same time for every key."""
         found = _SCHEME.fullmatch(authorization.strip())

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -12,23 +11,34 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.errors import PreconditionFailed, RangeNotSatisfiable
+from service.http.disconnect import gone
 from service.http.errors import error_response
 from service.http.ranges import Span, Unsatisfiable, Validators, failed_precondition, requested_span
 from service.registry.records import SaveRecord
+from service.threads import Pool
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2**18
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class SavedContent:
-    """An open file and what HTTP says of it. The descriptor belongs to whoever holds this."""
+    """An open file and what HTTP says of it. Whoever holds this closes it."""
 
     fd: int
     size: int
     validators: Validators
     name: str
+    on_close: Callable[[], None] = _nothing
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.on_close()
 
     def headers(self) -> dict[str, str]:
         return {
@@ -48,16 +58,16 @@ def content_of(fd: int, record: SaveRecord) -> SavedContent:
     return SavedContent(fd, status.st_size, Validators(etag, int(status.st_mtime)), name)
 
 
-def answer(content: SavedContent, headers: Mapping[str, str], readers: ThreadPoolExecutor, *, head: bool) -> Response:
-    """The answer to GET or HEAD; it takes the descriptor over. Ranges are for GET only, as RFC 9110 has it."""
+def answer(content: SavedContent, headers: Mapping[str, str], readers: Pool, *, head: bool) -> Response:
+    """The answer to GET or HEAD; it takes the content over. Ranges are for GET only, as RFC 9110 has it."""
     refusal = failed_precondition(headers, content.validators)
     if refusal is not None:
-        os.close(content.fd)
+        content.close()
         return _without_content(refusal, content)
     try:
         span = None if head else requested_span(headers, content.size, content.validators)
     except Unsatisfiable:
-        os.close(content.fd)
+        content.close()
         response = error_response(RangeNotSatisfiable(f"the file has {content.size} bytes", param="Range"))
         response.headers["Content-Range"] = f"bytes */{content.size}"
         return response
@@ -75,7 +85,7 @@ def _without_content(status: int, content: SavedContent) -> Response:
 class FileAnswer(Response):
     """Reads a piece when the one before has been taken, so memory is bounded however slow the client is."""
 
-    def __init__(self, content: SavedContent, span: Span | None, readers: ThreadPoolExecutor, *, head: bool) -> None:
+    def __init__(self, content: SavedContent, span: Span | None, readers: Pool, *, head: bool) -> None:
         super().__init__(None, 200 if span is None else 206, content.headers(), media_type="application/octet-stream")
         self._content = content
         self._span = span or Span(0, content.size)
@@ -86,20 +96,20 @@ class FileAnswer(Response):
             self.headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{content.size}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_gone(receive))
+        leaving = asyncio.ensure_future(gone(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             if self._head:
                 await send({"type": "http.response.body", "body": b""})
             else:
-                await self._send_span(send, gone)
+                await self._send_span(send, leaving)
         finally:
-            gone.cancel()
-            os.close(self._content.fd)
+            leaving.cancel()
+            self._content.close()
 
-    async def _send_span(self, send: Send, gone: "asyncio.Future[None]") -> None:
+    async def _send_span(self, send: Send, leaving: "asyncio.Future[None]") -> None:
         at = self._span.start
-        while at < self._span.end and not gone.done():
+        while at < self._span.end and not leaving.done():
             piece = await self._read(at)
             if not piece:  # Without the rest the server cuts the connection, which tells the client.
                 log.warning("a download was cut at byte %d of %d: the file could not be read on", at, self._content.size)
@@ -111,12 +121,7 @@ class FileAnswer(Response):
         """Empty where the file has become shorter or its disk fails."""
         size = min(PIECE_BYTES, self._span.end - at)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._readers, os.pread, self._content.fd, size, at)
+            return await self._readers.run(None, os.pread, self._content.fd, size, at)
         except OSError as error:
             log.warning("a file can't be read: %s", error.strerror)
             return b""
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -4,14 +4,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineError
 from service.errors import BadRequest, Busy, ComputationError, ServiceError, Unauthorized, as_service_error
-from service.observe.metrics import Metrics
+from service.http.disconnect import CLIENT_CLOSED_REQUEST, ClientGone
 from service.schemas.fields import shown
 
 log = logging.getLogger(__name__)
@@ -58,26 +58,22 @@ def install_handlers(app: FastAPI) -> None:
     """Replaces FastAPI's own error bodies, those of unknown routes and wrong methods included."""
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
-        _count_refusal(request)
         return error_response(as_service_error(error))
 
     async def on_validation(request: Request, error: Exception) -> JSONResponse:
-        _count_refusal(request)
         return error_response(from_validation(cast(RequestValidationError, error).errors()))
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         return http_response(cast(HTTPException, error))
 
+    async def on_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(ClientGone, on_gone)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ServiceError, on_error)
     app.add_exception_handler(EngineError, on_error)
-
-
-def _count_refusal(request: Request) -> None:
-    """Of a request to compute something that ended before it was admitted; whatever was admitted is counted when it ends."""
-    if request.method == "POST" and not getattr(request.state, "admitted", False):
-        cast(Metrics, request.app.state.runtime.metrics).request_ended("rejected")
 
 
 def from_validation(errors: Sequence[Any]) -> BadRequest:

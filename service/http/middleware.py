@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import Busy, HeadTooLarge, Unauthorized, as_service_error
 from service.http.auth import ApiKeys
+from service.http.disconnect import CLIENT_CLOSED_REQUEST
 from service.http.errors import RETRY_AFTER_SECONDS, error_response, http_response
 from service.http.limits import HttpLimits
 from service.http.reference import is_reference
@@ -19,8 +20,9 @@ from service.observe.logs import lines_of_request
 from service.observe.metrics import Metrics
 from service.observe.probes import PROBE_PATHS
 from service.schemas.generation import REQUEST_ID_PATTERN
+from service.shares import Owner, Share
 
-"""What needs no key and is answered however busy the service is."""
+COMPUTING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 HEADER = b"x-request-id"
 _VALID_ID = re.compile(REQUEST_ID_PATTERN.encode())
 
@@ -48,7 +50,10 @@ class UnexpectedErrors:
 
 
 class CountedAnswers:
-    """Counts answers by status, refusals by whatever stands behind it included. Probes and scrapes are not counted."""
+    """Counts answers by status, refusals by whatever stands behind it included. Probes and scrapes are not counted.
+
+    Of requests to compute something it counts those that ended before they were admitted: whatever was admitted is counted when it ends.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -59,12 +64,20 @@ class CountedAnswers:
             await self._app(scope, receive, send)
             return
 
+        status = 0
+
         async def send_and_count(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                self._metrics.answered(message["status"])
+                status = message["status"]
+                self._metrics.answered(status)
             await send(message)
 
-        await self._app(scope, receive, send_and_count)
+        try:
+            await self._app(scope, receive, send_and_count)
+        finally:
+            if scope["method"] == "POST" and scope["path"] in COMPUTING_PATHS and not scope["state"].get("admitted"):
+                self._metrics.request_ended("aborted" if status == CLIENT_CLOSED_REQUEST else "rejected")
 
 
 class RequestId:
@@ -146,64 +159,76 @@ class Authentication:
 class RequestLimit:
     """Answers 429 where too many requests are being answered. What waits for the engine has a bound of its own, `--max-queued`."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+    def __init__(self, app: ASGIApp, answers: Share) -> None:
         self._app = app
-        self._limits = limits
-        self._running = 0
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, send)
             return
-        if self._running >= self._limits.requests:
-            busy = Busy(f"{self._running} requests are being answered", code="too_many_requests")
+        owner = scope["state"]["owner"]
+        try:
+            self._answers.take(owner)
+        except Busy as busy:
             await error_response(busy)(scope, receive, send)
             return
-        self._running += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._running -= 1
+            self._answers.give_back(owner)
 
 
 class BodyLimit:
     """Bounds the size of a body, of all bodies together, and how long a body may take: 413, 429 and 408."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: HttpLimits, most: Callable[[], int], all_bodies: Share) -> None:
+        """`most` is the bound on one body, just now; `all_bodies` are the bytes of all that are held."""
         self._app = app
         self._limits = limits
-        self._held = 0
+        self._most = most
+        self._all_bodies = all_bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if _announced(scope) > self._limits.body_bytes:
-            await http_response(_too_large(self._limits))(scope, receive, send)
+        most = self._most()
+        if _announced(scope) > most:
+            await http_response(_too_large(most))(scope, receive, send)
             return
-        reader = _BodyReader(receive, self._limits)
+        reader = _BodyReader(receive, self._limits, most)
+        owner = scope["state"]["owner"]
+        held = 0
 
         async def receive_bounded() -> Message:
-            before = reader.taken
+            nonlocal held
             message = await reader.receive()
-            self._held += reader.taken - before
-            if self._held > self._limits.all_bodies_bytes:
-                raise _too_much()
+            if reader.taken > held:
+                self._take(owner, reader.taken - held)
+                held = reader.taken
             return message
 
         try:
             await self._app(scope, receive_bounded, send)
         finally:
-            self._held -= reader.taken
+            self._all_bodies.give_back(owner, held)
+
+    def _take(self, owner: Owner, size: int) -> None:
+        try:
+            self._all_bodies.take(owner, size)
+        except Busy as busy:
+            raise _too_much(busy) from None
 
 
 class _BodyReader:
     """The messages of one request, as long as its body comes fast enough and ends soon enough."""
 
-    def __init__(self, receive: Receive, limits: HttpLimits) -> None:
+    def __init__(self, receive: Receive, limits: HttpLimits, most: int) -> None:
         self.taken = 0
         self._receive = receive
         self._limits = limits
+        self._most = most
         self._started = time.monotonic()
         self._complete = False
 
@@ -217,8 +242,8 @@ class _BodyReader:
             raise _too_slow() from None
         body = message.get("body", b"")
         self._complete = not message.get("more_body", False)
-        if self.taken + len(body) > self._limits.body_bytes:
-            raise _too_large(self._limits)
+        if self.taken + len(body) > self._most:
+            raise _too_large(self._most)
         self.taken += len(body)
         return message
 
@@ -237,12 +262,12 @@ def _announced(scope: Scope) -> int:
 # Of this class, because FastAPI takes any other one from reading a body for a body that can't be parsed. The connection of a body that is
 # too large stays open for the rest of it (`service/http/connection.py` says for how long): closing would take the answer away from the
 # client.
-def _too_large(limits: HttpLimits) -> HTTPException:
-    return HTTPException(413, f"the body is larger than {limits.body_bytes} bytes")
+def _too_large(most: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {most} bytes")
 
 
-def _too_much() -> HTTPException:
-    return HTTPException(429, "the bodies of all requests together are too large", {"Retry-After": str(RETRY_AFTER_SECONDS)})
+def _too_much(busy: Busy) -> HTTPException:
+    return HTTPException(429, busy.message, {"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def _too_slow() -> HTTPException:

@@ -96,6 +96,8 @@ def limits_of(settings: Settings) -> HttpLimits:
 def serve(settings: Settings, runtime: Runtime | None = None) -> int:
     """Runs until a signal, a failed start or a dead engine, and returns the exit status."""
     sys.setswitchinterval(_SWITCH_SECONDS)
+    # Each text on the thread that asks for its tokens, and not all of them on threads that the library shares between them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     limits = limits_of(settings)
     runtime = runtime or Runtime(settings)
     app = create_app(settings, runtime, limits)

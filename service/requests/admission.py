@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -30,6 +31,7 @@ from service.requests.sampling import (
     BadWords,
     Vocabulary,
     bad_word_tokens,
+    check_kept_output,
     check_prompt_logprobs,
     check_sampling,
     check_something_is_left,
@@ -107,17 +109,21 @@ async def make_plan(
     extraction = resolve_extraction(body, services.settings.extract_by_default, services.default_layers, services.info)
     include_last_token = extraction is not None and extraction.params.include_last_token
     _check_count(body.num_prompts * body.n, services.settings.max_queued)
-    prompts = await prepare_prompts(body, services.prompt_maker, include_last_token)
-    bad_words = await asyncio.to_thread(bad_word_tokens, body.bad_words, services.tokenizer) if body.bad_words else ()
+    run = partial(services.threads.texts.run, owner)
+    prompts = await prepare_prompts(body, services.prompt_maker, include_last_token, run)
+    bad_words = await run(bad_word_tokens, body.bad_words, services.tokenizer) if body.bad_words else ()
     check_something_is_left(body, bad_words, vocabulary)
     check_prompt_logprobs(body, prompts, vocabulary, services.settings.prompt_logprobs_memory)
     if extraction is not None:
         _check_wait(extraction, body)
         for prompt in prompts:
             check_against_prompt(extraction, body, prompt)
-    echoed = await asyncio.to_thread(echoes, services.tokenizer, body, prompts) if body.echo else None
+    if _keeps_output(extraction):
+        check_kept_output(body, prompts, vocabulary)
+    echoed = await run(echoes, services.tokenizer, body, prompts) if body.echo else None
     has_key = extraction is not None and extraction.params.idempotency_key is not None
-    return Plan(body, request_id, extraction, prompts, echoed, bad_words, _body_hash(raw_body) if has_key else None, owner)
+    body_hash = await services.threads.bodies.run(owner, _body_hash, raw_body) if has_key else None
+    return Plan(body, request_id, extraction, prompts, echoed, bad_words, body_hash, owner)
 
 
 def check_model(services: Services, model: str | None) -> None:
@@ -142,8 +148,11 @@ def _check_wait(extraction: Extraction, body: GenerationRequest) -> None:
 
 
 def _body_hash(raw_body: Any) -> str:  # noqa: ANN401 - any JSON value
-    canonical = json.dumps(raw_body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    """Of the body in one spelling. Piece by piece: written out at once, a large one would hold Python's lock all the time."""
+    digest = hashlib.sha256()
+    for piece in json.JSONEncoder(sort_keys=True, separators=(",", ":")).iterencode(raw_body):
+        digest.update(piece.encode())
+    return digest.hexdigest()
 
 
 async def admit(services: Services, plan: Plan) -> Generation | Replay:
@@ -215,11 +224,12 @@ async def _open_saves(services: Services, plan: Plan) -> list[LiveSave]:
     if extraction is None:
         return []
     ids = [new_save_id() for _ in range(plan.num_choices)]
-    targets = await asyncio.to_thread(_claim_all, services, plan, extraction, ids)
+    claims = services.threads.disk(services.roots.root_of_client(extraction.params.hidden_states_path)).claims
+    targets = await claims.run(plan.owner, _claim_all, services, plan, extraction, ids)
     saves = [_live_save(services, plan, extraction, index, ids[index], target) for index, target in enumerate(targets)]
     try:
         needs = [_need(services, plan, index, save, targets[index]) for index, save in enumerate(saves)]
-        await services.space.reserve(needs, services.engine.save_bytes_written)
+        await services.space.reserve(needs, services.engine.save_bytes_written, partial(claims.run, plan.owner))
         await services.saver.insert(saves)
     except BaseException:
         for save in saves:
@@ -262,16 +272,16 @@ def _live_save(services: Services, plan: Plan, extraction: Extraction, index: in
     record = new_record(extraction, save_id, target.path, plan.request_id, services.identity.name, index, plan.body_hash, plan.owner)
     if record.ttl_seconds is None:
         record = replace(record, ttl_seconds=services.settings.ttl_seconds)
-    if _keeps_output(plan):
+    if _keeps_output(plan.extraction):
         record = replace(record, output={})
     spec = save_spec(extraction, save_id, target, metadata)
-    held = _keeps_output(plan) or _all_or_nothing(plan)
+    held = _keeps_output(plan.extraction) or _all_or_nothing(plan)
     return LiveSave(record, spec, services.roots.to_client(target.path), held)
 
 
-def _keeps_output(plan: Plan) -> bool:
+def _keeps_output(extraction: Extraction | None) -> bool:
     """Whether somebody may ask the record for the text."""
-    return plan.wait == "accepted" or plan.idempotency_key is not None
+    return extraction is not None and (extraction.params.wait == "accepted" or extraction.params.idempotency_key is not None)
 
 
 def _all_or_nothing(plan: Plan) -> bool:
@@ -284,9 +294,10 @@ def _generation(services: Services, plan: Plan, saves: list[LiveSave]) -> Genera
         services,
         choices,
         request_id=plan.request_id,
-        keeps_output=_keeps_output(plan),
-        keeps_results=_keeps_output(plan) or not plan.body.stream,
+        keeps_output=_keeps_output(plan.extraction),
+        keeps_results=_keeps_output(plan.extraction) or not plan.body.stream,
         all_or_nothing=_all_or_nothing(plan),
+        owner=plan.owner,
     )
 
 

@@ -34,7 +34,10 @@ class Generation:
         keeps_output: bool,
         keeps_results: bool,
         all_or_nothing: bool,
+        owner: str | None,
     ) -> None:
+        self._owner = owner
+        self._placed: set[int] = set()
         self.choices = choices
         self.request_id = request_id
         self.created = int(time.time())
@@ -49,10 +52,15 @@ class Generation:
         self._spans = RequestSpans.below_current(services.tracing, request_id)
 
     def submit(self) -> None:
-        """Hands all choices to the engine, or none. Raises the engine's refusal; targets of choices not taken over are the caller's."""
+        """Hands all choices to the engine, or none; targets of choices not taken over are abandoned.
+
+        Raises the engine's refusal, and `Busy` where the owner has too many.
+        """
         events, metrics = self._services.events, self._services.metrics
         submitted = 0
         try:
+            self._services.shares.choices.take(self._owner, len(self.choices))
+            self._placed = {choice.index for choice in self.choices}
             for choice in self.choices:
                 events.attach(choice.engine_id, partial(self._receive, choice))
                 if choice.save is not None:
@@ -74,8 +82,16 @@ class Generation:
         self._collector.add(choice.index, output)
         if self._spans is not None:
             self._spans.received(choice, output)
-        if self._closed and output.finish_reason is not None:
-            self._services.events.detach(choice.engine_id)
+        if output.finish_reason is not None:
+            self._leave(choice)
+            if self._closed:
+                self._services.events.detach(choice.engine_id)
+
+    def _leave(self, choice: Choice) -> None:
+        """The choice's place in the engine is free."""
+        if choice.index in self._placed:
+            self._placed.remove(choice.index)
+            self._services.shares.choices.give_back(self._owner)
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """What is added to the choices, until all of them are done. A choice that fails doesn't end the others."""
@@ -115,6 +131,7 @@ class Generation:
             return
         self._closed = True
         for choice in self.choices:
+            self._leave(choice)
             if not choice.done:
                 self._services.engine.abort(choice.engine_id)
             if choice.save is not None and (outcome != "completed" or not choice.done):
@@ -181,6 +198,7 @@ class Generation:
 
     def _withdraw(self, submitted: int) -> None:
         for choice in self.choices:
+            self._leave(choice)
             self._services.events.detach(choice.engine_id)
         for choice in self.choices[:submitted]:
             self._services.engine.abort(choice.engine_id)

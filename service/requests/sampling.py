@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams
 from engine.sampling.prompt_logprobs import prompt_logprobs_bytes
+from service.errors import BadRequest
 from service.schemas.chat import ChatRequest
 from service.schemas.generation import WHOLE_VOCABULARY, GenerationRequest
 from service.services import Services
 from service.text.prompts import PreparedPrompt, check_token_ids
 from service.text.tokenizer import Tokenizer
 
+OUTPUT_BYTES = 8 * 2**20
+"""Of what a record keeps of one choice's text."""
+OUTPUT_BYTES_PER_TOKEN = 64
+OUTPUT_BYTES_PER_ALTERNATIVE = 96
+"""Token, log-probability and bytes of the token or of one beside it, as JSON."""
 SEED_RANGE = 2**64
 LOWEST_SEED = -(2**63)
 BadWords = tuple[tuple[int, ...], ...]
@@ -97,6 +103,22 @@ def check_prompt_logprobs(body: GenerationRequest, prompts: Sequence[PreparedPro
         param, count = ("logprobs", body.num_logprobs) if body.prompt_logprobs is None else ("prompt_logprobs", body.prompt_logprobs)
         of_prompts = f"the prompts of {body.n * len(prompts)} choices"
         raise InvalidRequest(f"{param} {count} of {of_prompts} take {needed} bytes, at most {most_bytes} can be kept", param)
+
+
+def check_kept_output(body: GenerationRequest, prompts: Sequence[PreparedPrompt], vocabulary: Vocabulary) -> None:
+    """Of records that keep the text. Raises `BadRequest` where its log-probabilities may become too large for one."""
+    for prompt in prompts:
+        sampling = sampling_params(body, prompt.max_tokens, 0, vocabulary)
+        size = _kept_bytes(prompt.max_tokens, sampling.logprobs) + _kept_bytes(len(prompt.token_ids), sampling.prompt_logprobs)
+        if size > OUTPUT_BYTES:
+            message = f"the record would keep up to {size} bytes of log-probabilities, at most {OUTPUT_BYTES} are kept"
+            param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+            raise BadRequest(f"{message}: ask for fewer, or without idempotency_key and wait 'accepted'", param=param)
+
+
+def _kept_bytes(tokens: int, alternatives: int | None) -> int:
+    """Without log-probabilities the context bounds the text, and so its record."""
+    return 0 if alternatives is None else tokens * (OUTPUT_BYTES_PER_TOKEN + OUTPUT_BYTES_PER_ALTERNATIVE * (alternatives + 1))
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer | None) -> BadWords:

@@ -47,7 +47,8 @@ async def _remove(services: Services, record: SaveRecord) -> None:
     """The file first: if that fails, the record is still there for another attempt."""
     if record.status == "completed":
         try:
-            await asyncio.to_thread(remove_saved, services.roots, record, lock_files=services.settings.lock_files)
+            removals = services.disk_of(record).removals
+            await removals.run(record.owner, remove_saved, services.roots, record, lock_files=services.settings.lock_files)
         except (OSError, ServiceError) as error:
             raise ServiceError("the server can't remove the file of this save", param="save_id", code="io_error") from error
     await asyncio.wrap_future(services.registry.delete(record.id))

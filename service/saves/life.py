@@ -26,6 +26,7 @@ from service.registry.registry import Registry
 from service.saves.files import remove_saved
 from service.saves.paths.roots import SaveRoots
 from service.saves.space import Space
+from service.threads import Threads
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +97,10 @@ class Saver:
         metrics: Metrics,
         loop: asyncio.AbstractEventLoop,
         *,
+        threads: Threads,
         lock_files: bool,
     ) -> None:
+        self._threads = threads
         self._registry = registry
         self._roots = roots
         self._metrics = metrics
@@ -212,7 +215,8 @@ class Saver:
         file = save.file
         published = replace(save.record, bytes=file.bytes, device=file.device, inode=file.inode)
         try:
-            await asyncio.to_thread(remove_saved, self._roots, published, lock_files=self._lock_files)
+            removals = self._threads.disk(self._roots.root_of(published.hidden_states_path)).removals
+            await removals.run(published.owner, remove_saved, self._roots, published, lock_files=self._lock_files)
         except (OSError, ServiceError):  # Whoever waits must be told all the same.
             log.exception("the file of a save can't be taken back", extra={"fields": save.record.log_fields})
         save.error = SaveError("cancelled", "the request that this save belonged to failed or was given up")

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from service.config.units import format_size
 from service.errors import DiskFull, from_os_error
@@ -51,6 +52,10 @@ class Need:
     save_id: str
     directory_fd: int
     bytes: int
+
+
+Runner = Callable[..., Awaitable[Any]]
+"""Calls a function with arguments on a thread."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +101,22 @@ class Space:
         """What running saves may take at most."""
         return sum(self._reserved.values())
 
-    async def reserve(self, needs: Sequence[Need], written: Callable[[str], int]) -> None:
-        """Reserves room for the saves of one request, for all or none. `written(save_id)` tells what a running save has written.
+    async def reserve(self, needs: Sequence[Need], written: Callable[[str], int], run: Runner) -> None:
+        """Reserves room for the saves of one request, for all or none.
+
+        `written(save_id)` tells what a running save has written; `run` calls what looks at their disk.
 
         Raises `DiskFull` where they might not fit above the reserve of their disk, and `QuotaExceeded`.
         """
         try:
-            await self._reserve(needs, written)
+            await self._reserve(needs, written, run)
         except QuotaExceeded:
             await self.recount()
-            await self._reserve(needs, written)
+            await self._reserve(needs, written, run)
 
-    async def _reserve(self, needs: Sequence[Need], written: Callable[[str], int]) -> None:
+    async def _reserve(self, needs: Sequence[Need], written: Callable[[str], int], run: Runner) -> None:
         landed = self._landed.copy()
-        disks = await asyncio.to_thread(self._disks_of, needs)
+        disks: list[Disk] = await run(self._disks_of, needs)
         used = 0 if self.max_saved_bytes is None else await asyncio.wrap_future(self._registry.used_bytes())
         # From here on nothing else runs. What has landed meanwhile may be missing in the figures that were read.
         since = self._landed - landed

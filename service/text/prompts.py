@@ -1,7 +1,8 @@
 """From the prompts of a body to token ids that fit the model."""
 
-import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import InvalidRequest
 from service.errors import BadRequest
@@ -13,6 +14,10 @@ from service.text.chat_templates import ChatTemplates, Conversation
 from service.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
+INLINE_TOKENS = 2**17
+"""So many token ids are checked on the event loop: no thread is faster."""
+Runner = Callable[..., Awaitable[Any]]
+"""Calls a function with arguments on a thread."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +47,26 @@ class PromptMaker:
     limits: Limits
 
     def text(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._checked("prompt", self.encode("prompt", text, add_special_tokens))
+
+    def encode(self, param: str, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text. One that must have more of them than the context holds, by its characters alone, is not tokenized: that
+        would take as long as it is large. Raises `BadRequest`, and `InvalidRequest` where there is no tokenizer.
+        """
         if self.tokenizer is None:
-            raise InvalidRequest("this model has no tokenizer: prompt must be token ids", "prompt")
-        return self._checked("prompt", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            raise InvalidRequest(f"this model has no tokenizer: {param} must be token ids", param)
+        least = self.tokenizer.least_tokens(text)
+        if least > self.limits.max_model_len:
+            message = f"{param} is a text of {len(text)} characters, which are at least {least} tokens: the context length is "
+            raise BadRequest(f"{message}{self.limits.max_model_len}", param=param, code="context_length_exceeded")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def messages(self, body: MessagesRequest) -> list[int]:
         """Raises `InvalidRequest` with the template's own words where it refuses the messages."""
         if self.tokenizer is None:
             raise InvalidRequest("this model has no tokenizer, so it takes no messages", "messages")
         text = self.templates.render(_conversation(body))
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.encode("messages", text, add_special_tokens=False)
         begun = bool(ids) and ids[0] == self.tokenizer.bos_id
         if body.add_special_tokens and not begun:  # a template that writes the begin token has done all of it
             ids = self.tokenizer.encode(text, add_special_tokens=True)
@@ -75,11 +90,15 @@ def _conversation(body: MessagesRequest) -> Conversation:
     )
 
 
-async def prepare_prompts(body: GenerationRequest, maker: PromptMaker, include_last_token: bool) -> list[PreparedPrompt]:
-    """Tokenizes on a thread, cuts and checks. Raises `InvalidRequest` for a prompt that is empty, out of the vocabulary or too long."""
-    if isinstance(body, CompletionRequest) and not any(isinstance(prompt, str) for prompt in body.prompts):
+async def prepare_prompts(body: GenerationRequest, maker: PromptMaker, include_last_token: bool, run: Runner) -> list[PreparedPrompt]:
+    """Tokenizes on a thread, by `run`, cuts and checks.
+
+    Raises `InvalidRequest` for a prompt that is empty or out of the vocabulary, `BadRequest` for one that is too long.
+    """
+    if isinstance(body, CompletionRequest) and sum(map(len, body.prompts)) <= INLINE_TOKENS and str not in map(type, body.prompts):
         return _prepare_all(body, maker, include_last_token)
-    return await asyncio.to_thread(_prepare_all, body, maker, include_last_token)
+    prompts: list[PreparedPrompt] = await run(_prepare_all, body, maker, include_last_token)
+    return prompts
 
 
 def _prepare_all(body: GenerationRequest, maker: PromptMaker, include_last_token: bool) -> list[PreparedPrompt]:

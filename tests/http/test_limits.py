@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.http.conftest import Service, Services
 
 PROTOCOLS = [AutoHTTPProtocol] if AutoHTTPProtocol is H11Protocol else [AutoHTTPProtocol, H11Protocol]
-QUICK = replace(DEFAULT_LIMITS, head_seconds=0.4, body_pause_seconds=0.4, body_grace_seconds=0.8, write_seconds=0.5, write_rate=64 * 1024)
+QUICK = replace(DEFAULT_LIMITS, head_seconds=0.4, body_pause_seconds=0.4, body_grace_seconds=0.8, write_seconds=0.5)
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 JSON = {"Content-Type": "application/json"}
 
@@ -158,8 +158,7 @@ def test_a_client_that_stops_reading_its_stream_is_cut_and_its_request_ends(quic
 
 
 def test_a_client_that_reads_slowly_but_steadily_is_not_cut(services: Services) -> None:
-    patient = replace(QUICK, write_rate=1024)
-    with services.run(limits=patient) as service:
+    with services.run(limits=QUICK) as service:
         body = {"prompt": [[5] * 100] * 20, "max_tokens": 100, "ignore_eos": True, "logprobs": 20, "stream": True}
         content = json.dumps(body).encode()
         with connection(service, receive_buffer=4096) as made:
@@ -350,7 +349,10 @@ NOT_JSON = {
     "a byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
     "too many digits": b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}",
     "deep": b'{"prompt": "a", "x": ' + b"[" * 64 + b"]" * 64 + b"}",
-    "very deep": b'{"prompt": "a", "x": ' + b'{"a":' * 100_000,
+    "very deep": b'{"prompt": "a", "x": ' + b'{"a":' * 20_000,
+    "very deep and large": b'{"prompt": "a", "x": ' + b'{"a":' * 60_000,
+    "beyond all floats": b'{"prompt": "a", "max_tokens": 1, "x": [1e999]}',
+    "beyond all floats, in a large body": b'{"prompt": "a", "max_tokens": 1, "x": [-1e999], "user": "' + b"u" * 2**18 + b'"}',
     "half a pair in an ignored field": b'{"prompt": "a", "max_tokens": 1, "x": ["\\ud800"]}',
     "half a pair in an ignored name": b'{"prompt": "a", "max_tokens": 1, "\\udfff": 1}',
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,11 +11,15 @@ import pytest
 from engine.errors import SaveError
 from engine.saves import builder
 from service.errors import ServiceError
+from service.http.auth import hashed_line, new_key
+from service.http.limits import DEFAULT_LIMITS
 from service.registry.registry import Registry
 from tests.http.gate import LateStart
 from tests.http.test_operations import metrics_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.http.conftest import Service, Services
 
 
@@ -119,3 +124,19 @@ def test_a_file_that_was_taken_back_counts_as_its_record_says(service: Service, 
     for status in ("failed", "cancelled", "completed"):
         assert gained.get(f"strata_saves_total{{outcome={status}}}", 0) == sum(record["status"] == status for record in records)
     assert gained["strata_save_failures_total{code=conflict}"] == 1
+
+
+def test_refused_requests_are_those_to_compute_and_all_of_them(services: Services, tmp_path: Path) -> None:
+    keys, key = tmp_path / "keys", new_key()
+    keys.write_text(hashed_line(key))
+    with services.run(api_keys_file=keys, limits=replace(DEFAULT_LIMITS, body_bytes=1000)) as service:
+        ours, body = {"Authorization": f"Bearer {key}"}, {"prompt": "a", "max_tokens": 1}
+        for path in ("/tokenize", "/detokenize", "/v1/chat/completions/render", "/saves", "/nowhere"):
+            assert service.client.post(path, json={}, headers=ours).status_code in (400, 404, 405)
+        assert service.client.post("/v1/completions", json=body, headers=ours).status_code == 200
+        assert metrics_of(service)["strata_requests_total{outcome=rejected}"] == 0
+        assert service.client.post("/v1/completions", json=body).status_code == 401
+        assert service.client.post("/v1/chat/completions", json={}, headers=ours).status_code == 400
+        assert service.client.post("/v1/completions", json=body | {"user": "u" * 2000}, headers=ours).status_code == 413
+        assert service.client.post("/v1/completions", content=b"{", headers=ours | {"Content-Type": "application/json"}).status_code == 400
+        assert metrics_of(service)["strata_requests_total{outcome=rejected}"] == 4

@@ -21,7 +21,7 @@ from service import runtime
 from service.cli.main import main
 from service.saves import reaper
 from service.saves.reaper import Reaper
-from service.saves.space import Need, Space
+from service.saves.space import Need, Runner, Space
 from tests.http.gate import PublishingGate
 
 if TYPE_CHECKING:
@@ -319,9 +319,9 @@ def test_a_file_is_never_larger_than_what_was_reserved_for_it(
     reserved: list[int] = []
     reserve = Space.reserve
 
-    async def noted(space: Space, needs: Sequence[Need], written: Callable[[str], int]) -> None:
+    async def noted(space: Space, needs: Sequence[Need], written: Callable[[str], int], run: Runner) -> None:
         reserved.extend(need.bytes for need in needs)
-        await reserve(space, needs, written)
+        await reserve(space, needs, written, run)
 
     monkeypatch.setattr(Space, "reserve", noted)
     transfer = service.completed(**body, kv_transfer_params=params)["kv_transfer_params"]

@@ -300,3 +300,23 @@ def test_the_umask_decides_the_mode_of_files(services: Services) -> None:
     with services.run(umask=0o027) as service:
         path = Path(transfer_of(service.completed(kv_transfer_params={"hidden_states_path": "d/x.safetensors"}))["hidden_states_path"])
         assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o640, 0o750)
+
+
+OUTPUT = {"wait": "accepted", "layers": [1]}
+
+
+def test_lists_carry_no_outputs_and_a_record_does(service: Service) -> None:
+    accepted = service.complete(max_tokens=5, logprobs=5, request_id="listed", kv_transfer_params=OUTPUT).json()
+    save_id = accepted["kv_transfer_params"]["save_id"]
+    assert len(service.record(save_id)["output"]["token_ids"]) == 5
+    (listed,) = service.client.get("/saves", params={"request_id": "listed"}).json()["data"]
+    assert listed["id"] == save_id
+    assert "output" not in listed
+
+
+def test_an_output_that_no_record_would_hold_is_refused_before_it_is_computed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.requests.admission.OUTPUT_BYTES", 10_000)
+    error = service.refused(400, max_tokens=100, logprobs=20, kv_transfer_params=OUTPUT)
+    assert error["param"] == "logprobs"
+    service.completed(max_tokens=100, logprobs=20, kv_transfer_params={"layers": [1]})  # which no record keeps
+    assert service.complete(max_tokens=4, logprobs=20, kv_transfer_params=OUTPUT).status_code == 202

@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,18 @@ import pytest
 
 from service.http.downloads import PIECE_BYTES, FileAnswer, SavedContent
 from service.http.ranges import Span, Validators
+from service.shares import Shares
+from service.threads import Pool
 
 Message = Any
 SIZE = 40 * PIECE_BYTES + 7
 
 
 @pytest.fixture
-def readers() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
+def readers() -> Iterator[Pool]:
+    pool = Pool("read", 2, Shares(1).downloads)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def run(path: Path, readers: ThreadPoolExecutor, take: Callable[[Message], Awaitable[None]], gone: asyncio.Event | None = None) -> int:
+def run(path: Path, readers: Pool, take: Callable[[Message], Awaitable[None]], gone: asyncio.Event | None = None) -> int:
     """Sends the file to `take`, and returns the descriptor, which must be closed by then."""
     fd = os.open(path, os.O_RDONLY)
     content = SavedContent(fd, SIZE, Validators('"tag"', 0), "x")
@@ -46,9 +48,7 @@ def run(path: Path, readers: ThreadPoolExecutor, take: Callable[[Message], Await
     return fd
 
 
-def test_no_piece_is_read_before_the_one_before_it_was_taken(
-    path: Path, readers: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_piece_is_read_before_the_one_before_it_was_taken(path: Path, readers: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
     pread = os.pread
 
@@ -71,7 +71,7 @@ def test_no_piece_is_read_before_the_one_before_it_was_taken(
     assert max(taken) == PIECE_BYTES
 
 
-def test_reading_ends_when_the_client_has_gone(path: Path, readers: ThreadPoolExecutor) -> None:
+def test_reading_ends_when_the_client_has_gone(path: Path, readers: Pool) -> None:
     gone = asyncio.Event()
     taken: list[Message] = []
 
@@ -85,7 +85,7 @@ def test_reading_ends_when_the_client_has_gone(path: Path, readers: ThreadPoolEx
     assert len(taken) == 4
 
 
-def test_a_file_that_gets_shorter_ends_without_a_last_piece(path: Path, readers: ThreadPoolExecutor) -> None:
+def test_a_file_that_gets_shorter_ends_without_a_last_piece(path: Path, readers: Pool) -> None:
     """The server then cuts the connection, and the client knows that something is missing."""
     taken: list[Message] = []
 
@@ -98,7 +98,7 @@ def test_a_file_that_gets_shorter_ends_without_a_last_piece(path: Path, readers:
     assert all(message["more_body"] for message in taken[1:])
 
 
-def test_a_client_that_fails_while_it_takes_leaves_no_descriptor(path: Path, readers: ThreadPoolExecutor) -> None:
+def test_a_client_that_fails_while_it_takes_leaves_no_descriptor(path: Path, readers: Pool) -> None:
     async def take(message: Message) -> None:
         if message["type"] == "http.response.body":
             raise ConnectionError

@@ -65,13 +65,13 @@ def test_the_default_reserve_is_the_smaller_of_1_gib_and_5_percent(registry: Reg
 def test_saves_fit_down_to_the_reserve_and_no_further(registry: Registry, roots: SaveRoots, disk: SimpleNamespace) -> None:
     async def run() -> None:
         space = Space(registry, roots)
-        await space.reserve(needs(roots, 20, 30), nothing_written)
+        await space.reserve(needs(roots, 20, 30), nothing_written, asyncio.to_thread)
         with pytest.raises(DiskFull):
-            await space.reserve([Need("x", roots.roots[0].fd, 1)], nothing_written)
+            await space.reserve([Need("x", roots.roots[0].fd, 1)], nothing_written, asyncio.to_thread)
         assert space.reserved_bytes == 50 * BLOCK
         space.release("0")
         space.release("0")
-        await space.reserve(needs(roots, 20, first=5), nothing_written)
+        await space.reserve(needs(roots, 20, first=5), nothing_written, asyncio.to_thread)
 
     asyncio.run(run())
 
@@ -80,7 +80,7 @@ def test_of_one_request_all_saves_fit_or_none_is_reserved(registry: Registry, ro
     async def run() -> None:
         space = Space(registry, roots)
         with pytest.raises(DiskFull):
-            await space.reserve(needs(roots, 30, 21), nothing_written)
+            await space.reserve(needs(roots, 30, 21), nothing_written, asyncio.to_thread)
         assert space.reserved_bytes == 0
 
     asyncio.run(run())
@@ -89,11 +89,11 @@ def test_of_one_request_all_saves_fit_or_none_is_reserved(registry: Registry, ro
 def test_what_running_saves_have_written_is_not_counted_twice(registry: Registry, roots: SaveRoots, disk: SimpleNamespace) -> None:
     async def run() -> None:
         space = Space(registry, roots)
-        await space.reserve(needs(roots, 40), nothing_written)
+        await space.reserve(needs(roots, 40), nothing_written, asyncio.to_thread)
         disk.f_bavail = 70  # 30 of the 40 are on the disk
         with pytest.raises(DiskFull):
-            await space.reserve(needs(roots, 10, first=1), nothing_written)
-        await space.reserve(needs(roots, 10, first=1), lambda save_id: 30 * BLOCK if save_id == "0" else 0)
+            await space.reserve(needs(roots, 10, first=1), nothing_written, asyncio.to_thread)
+        await space.reserve(needs(roots, 10, first=1), lambda save_id: 30 * BLOCK if save_id == "0" else 0, asyncio.to_thread)
 
     asyncio.run(run())
 
@@ -103,7 +103,7 @@ def test_what_ends_while_the_figures_are_read_still_counts(registry: Registry, r
 
     async def run() -> None:
         space = Space(registry, roots, max_saved_bytes=100 * BLOCK, min_free_bytes=0)
-        await space.reserve(needs(roots, 60), nothing_written)
+        await space.reserve(needs(roots, 60), nothing_written, asyncio.to_thread)
         used_bytes = registry.used_bytes
 
         def late() -> object:
@@ -114,7 +114,7 @@ def test_what_ends_while_the_figures_are_read_still_counts(registry: Registry, r
 
         monkeypatch.setattr(registry, "used_bytes", late)
         with pytest.raises(QuotaExceeded):
-            await space._reserve(needs(roots, 60, first=1), nothing_written)
+            await space._reserve(needs(roots, 60, first=1), nothing_written, asyncio.to_thread)
 
     asyncio.run(run())
 
@@ -125,10 +125,10 @@ def test_the_quota_counts_what_is_saved_and_what_is_reserved(registry: Registry,
 
     async def run() -> None:
         space = Space(registry, roots, max_saved_bytes=100 * BLOCK, min_free_bytes=0)
-        await space.reserve(needs(roots, 30), nothing_written)
+        await space.reserve(needs(roots, 30), nothing_written, asyncio.to_thread)
         with pytest.raises(QuotaExceeded):
-            await space.reserve(needs(roots, 21, first=1), nothing_written)
-        await space.reserve(needs(roots, 20, first=1), nothing_written)
+            await space.reserve(needs(roots, 21, first=1), nothing_written, asyncio.to_thread)
+        await space.reserve(needs(roots, 20, first=1), nothing_written, asyncio.to_thread)
 
     asyncio.run(run())
 
@@ -143,7 +143,7 @@ def test_room_that_a_recount_finds_is_used_at_once(registry: Registry, roots: Sa
     async def run() -> None:
         space = Space(registry, roots, max_saved_bytes=100, min_free_bytes=0)
         space.recount = recount
-        await space.reserve([Need("x", roots.roots[0].fd, 100)], nothing_written)
+        await space.reserve([Need("x", roots.roots[0].fd, 100)], nothing_written, asyncio.to_thread)
 
     asyncio.run(run())
 

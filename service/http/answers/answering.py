@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import Request, Response
@@ -11,7 +10,8 @@ from engine.errors import SaveError
 from service.errors import NotServing, SaveFailed
 from service.http.answers.bodies import accepted_answer, encoded, replayed_answer, whole_answer
 from service.http.answers.stream import CompletionStream, EventStream, replayed_events
-from service.http.strict_json import check_text
+from service.http.disconnect import unless_gone
+from service.http.strict_json import StrictRequest
 from service.observe.logs import lines_of_saves
 from service.registry.records import SaveRecord
 from service.requests.admission import Plan, Replay, admit, make_plan
@@ -22,9 +22,6 @@ from service.services import Services
 from service.text.prompts import PreparedPrompt
 
 log = logging.getLogger(__name__)
-
-CLIENT_CLOSED_REQUEST = 499
-"""What nginx logs for a client that left; nobody reads it."""
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}},
@@ -43,9 +40,12 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 async def answer(services: Services, body: GenerationRequest, request: Request, owner: str | None) -> Response:
     """Admits what a body asks for and answers it: whole, as a stream, at once, or out of the records of an earlier request."""
     request.state.request_id = body.request_id or request.state.request_id
-    raw_body = await request.json()
-    check_text(await request.body(), raw_body)
-    plan = await make_plan(services, body, request.state.request_id, raw_body, owner)
+    return await unless_gone(_answer(services, body, request, owner), request.receive)
+
+
+async def _answer(services: Services, body: GenerationRequest, request: Request, owner: str | None) -> Response:
+    """Of a request whose client is still there. Streams hear themselves when it leaves."""
+    plan = await make_plan(services, body, request.state.request_id, StrictRequest.value_of(request), owner)
     started = await admit(services, plan)
     lines_of_saves(_save_ids(started))
     if services.settings.log_prompts:
@@ -53,13 +53,13 @@ async def answer(services: Services, body: GenerationRequest, request: Request, 
     request.state.admitted = True
     if isinstance(started, Replay):
         services.metrics.request_ended("replayed")
-        return await _replay(services, plan, started, request)
+        return await _replay(services, plan, started)
     if plan.wait == "accepted":
         services.start_in_background(_run_detached(started))
         return _json(accepted_answer(services, plan, started), 202)
     if body.stream:
         return EventStream(CompletionStream(services, plan, started).events(), started)
-    return await _answer(services, plan, started, request)
+    return await _run(services, plan, started)
 
 
 def _logged_prompt(services: Services, prompt: PreparedPrompt) -> str | list[int]:
@@ -75,14 +75,15 @@ def _save_ids(started: Generation | Replay) -> list[str]:
     return [choice.save.id for choice in started.choices if choice.save is not None]
 
 
-async def _answer(services: Services, plan: Plan, generation: Generation, request: Request) -> Response:
+async def _run(services: Services, plan: Plan, generation: Generation) -> Response:
     """Runs to the end, unless the client leaves."""
     try:
-        if not await _unless_gone(generation.run(), request):
-            generation.close("aborted")
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        await generation.run()
         generation.close("completed")
         return _json(whole_answer(services, plan, generation))
+    except asyncio.CancelledError:
+        generation.close("aborted")
+        raise
     finally:
         generation.close("failed")  # does nothing after the other two
 
@@ -97,17 +98,11 @@ async def _run_detached(generation: Generation) -> None:
         generation.close("failed")
 
 
-async def _replay(services: Services, plan: Plan, replay: Replay, request: Request) -> Response:
+async def _replay(services: Services, plan: Plan, replay: Replay) -> Response:
     """Answers out of the records of the first request with the key, waiting for as much of it as that request did."""
     if plan.wait == "accepted":
         return _json(replayed_answer(services, plan, replay.records), 202)
-    records = list(replay.records)
-
-    async def wait() -> None:
-        records[:] = [await _settled(services, plan, record) for record in records]
-
-    if not await _unless_gone(wait(), request):
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    records = [await _settled(services, plan, record) for record in replay.records]
     body = replayed_answer(services, plan, records)
     return EventStream(replayed_events(plan, body), None) if plan.body.stream else _json(body)
 
@@ -122,27 +117,6 @@ async def _settled(services: Services, plan: Plan, record: SaveRecord) -> SaveRe
     if record.ended and record.status != "completed":
         raise SaveFailed(record.id, SaveError("cancelled", record.error_message or f"the save is {record.status}"))
     return record
-
-
-async def _unless_gone(work: Coroutine[Any, Any, None], request: Request) -> bool:
-    """Runs a coroutine and raises what it raises. False, and it is cancelled, where the client left before it was done."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return False
-        await task
-        return True
-    finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -1,15 +1,16 @@
 """`POST /v1/chat/completions` and what comes of messages alone, `POST /v1/chat/completions/render`."""
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 
 from service.http.answers.answering import RESPONSES, answer
+from service.http.answers.bodies import encoded
+from service.http.disconnect import unless_gone
 from service.http.routes.dependencies import Owner, ReadServices, WorkServices
-from service.http.strict_json import StrictRoute, check_text
+from service.http.strict_json import StrictRoute
 from service.requests.admission import check_model
 from service.schemas.answers import ERRORS, WRONG_MODEL, ChatAnswer, RenderAnswer
 from service.schemas.chat import ChatRequest, RenderRequest
+from service.services import Services
 
 router = APIRouter(tags=["chat"], route_class=StrictRoute)
 
@@ -24,9 +25,13 @@ async def create_chat_completion(body: ChatRequest, request: Request, services: 
 
 
 @router.post("/v1/chat/completions/render", response_model=RenderAnswer, responses=ERRORS | WRONG_MODEL)
-async def render_chat(body: RenderRequest, request: Request, services: ReadServices) -> RenderAnswer:
+async def render_chat(body: RenderRequest, request: Request, services: ReadServices, owner: Owner) -> Response:
     """The tokens that the same messages would be run as."""
-    check_text(await request.body(), await request.json())
     check_model(services, body.model)
-    ids = await asyncio.to_thread(services.prompt_maker.messages, body)
-    return RenderAnswer(token_ids=body.cut(ids, services.limits.max_model_len))
+    return await unless_gone(services.threads.texts.run(owner, _rendered, services, body), request.receive)
+
+
+def _rendered(services: Services, body: RenderRequest) -> Response:
+    """On a thread to the last byte of the answer: it may be long."""
+    ids = body.cut(services.prompt_maker.messages(body), services.limits.max_model_len)
+    return Response(encoded({"token_ids": ids}), media_type="application/json")

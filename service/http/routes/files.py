@@ -1,12 +1,14 @@
 """`/saves/{id}/file`: the bytes of a saved file."""
 
-import asyncio
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from service.errors import Conflict, Gone
+from service.errors import Busy, Conflict, Gone
+from service.http.disconnect import unless_gone
 from service.http.downloads import SavedContent, answer, content_of
 from service.http.routes.dependencies import Owner, ReadServices, own_record
 from service.registry.records import SaveRecord
@@ -34,15 +36,19 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 @router.get("/saves/{save_id}/file", response_class=Response, responses=RESPONSES)
 async def get_file(save_id: str, request: Request, services: ReadServices, owner: Owner) -> Response:
     """The file of a completed save. Conditions and one byte range are honoured."""
-    content = await _open(services, await own_record(services, owner, save_id))
-    return answer(content, _headers(request), services.file_readers, head=False)
+    return await _answer(save_id, request, services, owner, head=False)
 
 
 @router.head("/saves/{save_id}/file", response_class=Response, responses=RESPONSES)
 async def head_file(save_id: str, request: Request, services: ReadServices, owner: Owner) -> Response:
     """What GET would answer, without the bytes."""
-    content = await _open(services, await own_record(services, owner, save_id))
-    return answer(content, _headers(request), services.file_readers, head=True)
+    return await _answer(save_id, request, services, owner, head=True)
+
+
+async def _answer(save_id: str, request: Request, services: Services, owner: str | None, *, head: bool) -> Response:
+    record = await own_record(services, owner, save_id)
+    content = await unless_gone(_open(services, record, owner), request.receive)
+    return answer(content, _headers(request), services.disk_of(record).reads, head=head)
 
 
 def _headers(request: Request) -> dict[str, str]:
@@ -50,14 +56,14 @@ def _headers(request: Request) -> dict[str, str]:
     return {name: ", ".join(request.headers.getlist(name)) for name in request.headers}
 
 
-async def _open(services: Services, record: SaveRecord) -> SavedContent:
-    """Raises `Conflict` for a save that is not completed, `Gone` for a file that has been removed."""
+async def _open(services: Services, record: SaveRecord, owner: str | None) -> SavedContent:
+    """Raises `Conflict` for a save that is not completed, `Gone` for a file that has been removed, `Busy`."""
     if record.status == "expired":
         raise Gone("the file of this save has expired and was removed", param="save_id")
     if record.status != "completed":
         raise Conflict(f"the save is {record.status}: it has no file", param="save_id", code="not_completed")
     try:
-        content = await asyncio.get_running_loop().run_in_executor(services.file_readers, _open_content, services, record)
+        content = await _opened(services, record, owner)
     except Gone:
         if record.gone is None:
             services.registry.update(record.id, gone=time.time())
@@ -65,6 +71,18 @@ async def _open(services: Services, record: SaveRecord) -> SavedContent:
     if record.gone is not None:  # moved away and back
         services.registry.update(record.id, gone=None)
     return content
+
+
+async def _opened(services: Services, record: SaveRecord, owner: str | None) -> SavedContent:
+    """Takes one of the places for downloads, which the content gives back when it is closed."""
+    content = await services.disk_of(record).reads.run(owner, _open_content, services, record)
+    downloads = services.shares.downloads
+    try:
+        downloads.take(owner)
+    except Busy:
+        content.close()
+        raise
+    return replace(content, on_close=partial(downloads.give_back, owner))
 
 
 def _open_content(services: Services, record: SaveRecord) -> SavedContent:

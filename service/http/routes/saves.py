@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from service.errors import NotFound
+from service.http.answers.bodies import encoded
+from service.http.disconnect import unless_gone
 from service.http.routes.dependencies import Owner, ReadServices, own_record
 from service.registry.records import SaveRecord, SaveStatus
 from service.saves.deletion import delete_save
@@ -28,24 +30,27 @@ CANNOT_REMOVE: dict[int | str, dict[str, Any]] = {
 @router.get("/saves/{save_id}", response_model=SaveAnswer, response_model_exclude_unset=True, responses={**ERRORS, **NOT_FOUND})
 async def get_save(
     save_id: str,
+    request: Request,
     services: ReadServices,
     owner: Owner,
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, allow_inf_nan=False, description="Hold the answer until the save ends.")] = 0,
-) -> dict[str, Any]:
+) -> Response:
     """The record of a save."""
     record: SaveRecord | None = await own_record(services, owner, save_id)
     if wait:
-        record = await services.registry.wait(save_id, wait)
+        with services.shares.polls.taken(owner):
+            record = await unless_gone(services.registry.wait(save_id, wait), request.receive)
     if record is None:  # deleted meanwhile
         raise NotFound("there is no such save", param="save_id")
-    return save_view(services, record)
+    return Response(encoded(save_view(services, record)), media_type="application/json")
 
 
 @router.delete("/saves/{save_id}", status_code=204, response_class=Response, responses={**ERRORS, **CANNOT_REMOVE})
-async def remove_save(save_id: str, services: ReadServices, owner: Owner) -> Response:
+async def remove_save(save_id: str, request: Request, services: ReadServices, owner: Owner) -> Response:
     """Cancels a running save, or removes file, lock file and record of one that has ended. A save that isn't there is removed already."""
     with contextlib.suppress(NotFound):
-        await delete_save(services, await own_record(services, owner, save_id))
+        record = await own_record(services, owner, save_id)
+        await unless_gone(delete_save(services, record), request.receive)
     return Response(status_code=204)
 
 

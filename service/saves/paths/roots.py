@@ -76,6 +76,17 @@ class SaveRoots:
             os.close(root.fd)
         self._roots.clear()
 
+    def root_of(self, path: str) -> str:
+        """The root that a record's path lies below, by its text alone; empty where that is not configured (any more)."""
+        try:
+            return self._find(parse(path).parts)[0].path
+        except ServiceError:
+            return ""
+
+    def root_of_client(self, path: str | None) -> str:
+        """The root that a client's path leads to, by its text alone. Raises `BadPath`, `ForbiddenPath`."""
+        return self._place(path)[0].path
+
     def to_client(self, path: str) -> str:
         """A path of the server as clients are to see it."""
         return self._map.to_client(path)
