@@ -17,6 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TEXT_THREADS = 4
+TOKEN_THREADS = 2
 BODY_THREADS = 2
 CLAIM_THREADS = 8
 READ_THREADS = 8
@@ -100,7 +101,9 @@ class Threads:
         self._shares = shares
         self._disks: dict[str, DiskPools] = {}
         self.texts = Pool("text", TEXT_THREADS, shares.share("texts that wait to be tokenized", MOST_CALLS))
-        """Tokenizing, templates, text out of tokens."""
+        """Tokenizing and templates of prompts that are to be run."""
+        self.tokens = Pool("tokens", TOKEN_THREADS, shares.share("texts that wait to be tokenized", MOST_CALLS))
+        """The same for its own sake, of any length, and text out of tokens."""
         self.bodies = Pool("body", BODY_THREADS, shares.share("large bodies that wait to be parsed", MOST_CALLS))
 
     def disk(self, root: str) -> DiskPools:
@@ -110,8 +113,8 @@ class Threads:
         return self._disks[root]
 
     def close(self) -> None:
-        self.texts.close()
-        self.bodies.close()
+        for pool in (self.texts, self.tokens, self.bodies):
+            pool.close()
         for disk in self._disks.values():
             disk.close()
 

@@ -17,8 +17,8 @@ VALUES_PER_TOKEN = 16
 BASE_CONTAINERS = 2**16
 CONTAINERS_PER_TOKEN = 1
 """A pair of positions for every second token, for example."""
-NAMES = 2**18
-"""A bias for each token of a vocabulary, for example."""
+NAMES = 2**17
+"""A bias for each token of most vocabularies, for example."""
 PIECE_BYTES = MIB
 _STRING = re.compile(rb'"[^"]*"?')
 """Where no quotes are escaped."""

@@ -10,7 +10,7 @@ from service.schemas.generation import PromptRequest, TokenId
 from service.schemas.messages import Messages, MessagesRequest
 from service.schemas.unsupported import MESSAGES
 
-MAX_TOKENS = 2**22
+MAX_TOKENS = 2**19
 
 
 class TokenizeRequest(MessagesRequest):

@@ -1,7 +1,7 @@
 """From the prompts of a body to token ids that fit the model."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -14,6 +14,8 @@ from service.text.chat_templates import ChatTemplates, Conversation
 from service.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
+CUT_CONTEXTS = 4
+"""How many times the context a text may be long that is cut to fit it."""
 INLINE_TOKENS = 2**17
 """So many token ids are checked on the event loop: no thread is faster."""
 Runner = Callable[..., Awaitable[Any]]
@@ -45,20 +47,22 @@ class PromptMaker:
     tokenizer: Tokenizer | None
     templates: ChatTemplates
     limits: Limits
+    most_tokens: int | None = None
+    """A text that must have more, by its characters alone, is refused before it is tokenized; None: texts that are not run."""
 
     def text(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._checked("prompt", self.encode("prompt", text, add_special_tokens))
 
     def encode(self, param: str, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text. One that must have more of them than the context holds, by its characters alone, is not tokenized: that
-        would take as long as it is large. Raises `BadRequest`, and `InvalidRequest` where there is no tokenizer.
-        """
+        """The tokens of a text. Raises `BadRequest` for one that has too many, and `InvalidRequest` where there is no tokenizer."""
         if self.tokenizer is None:
             raise InvalidRequest(f"this model has no tokenizer: {param} must be token ids", param)
-        least = self.tokenizer.least_tokens(text)
-        if least > self.limits.max_model_len:
-            message = f"{param} is a text of {len(text)} characters, which are at least {least} tokens: the context length is "
-            raise BadRequest(f"{message}{self.limits.max_model_len}", param=param, code="context_length_exceeded")
+        if self.most_tokens is not None and (least := self.tokenizer.least_tokens(text)) > self.most_tokens:
+            message = (
+                f"{param} is a text of {len(text)} characters, which are at least {least} tokens, at most {self.most_tokens} are taken"
+            )
+            message += f": the context length is {self.limits.max_model_len}"
+            raise BadRequest(message, param=param, code="context_length_exceeded")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def messages(self, body: MessagesRequest) -> list[int]:
@@ -102,6 +106,8 @@ async def prepare_prompts(body: GenerationRequest, maker: PromptMaker, include_l
 
 
 def _prepare_all(body: GenerationRequest, maker: PromptMaker, include_last_token: bool) -> list[PreparedPrompt]:
+    contexts = 1 if body.truncate_prompt_tokens is None else CUT_CONTEXTS
+    maker = replace(maker, most_tokens=contexts * maker.limits.max_model_len)
     if isinstance(body, ChatRequest):
         return [_fitted(maker.messages(body), None, body, maker.limits, include_last_token)]
     assert isinstance(body, CompletionRequest)

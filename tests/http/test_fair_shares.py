@@ -193,21 +193,50 @@ def test_texts_that_take_long_hold_up_no_saves_of_token_ids(services: Services, 
         assert [text.result().status_code for text in texts] == [200] * MANY
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render", "/tokenize"])
+@pytest.mark.parametrize("cut", [{}, {"truncate_prompt_tokens": 5}], ids=["whole", "cut"])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized(
-    service: Service, route: str, monkeypatch: pytest.MonkeyPatch
+    service: Service, route: str, cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> list[int]:
         raise AssertionError("tokenized")
 
     monkeypatch.setattr(Tokenizer, "encode", never)
     text = "x" * 100_000
-    body = {"prompt": text} if route in ("/v1/completions", "/tokenize") else {"messages": [{"role": "user", "content": text}]}
-    response = service.client.post(route, json=body)
+    body: dict[str, Any] = {"prompt": text} if route == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    response = service.client.post(route, json=body | cut)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages" if "messages" in body else "prompt")
     assert "256" in error["message"]
+
+
+def test_a_text_that_is_cut_may_be_longer_than_the_context(service: Service) -> None:
+    usage = service.completed(prompt="x" * 1000, truncate_prompt_tokens=10, max_tokens=1)["usage"]
+    assert usage["prompt_tokens"] == 10
+
+
+def test_texts_that_are_tokenized_for_their_own_sake_hold_up_no_prompts(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Tokenizer.encode
+    with services.run() as service, Gate() as gate, ThreadPoolExecutor(MANY) as clients:
+
+        def held(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+            if text == "held":
+                gate.pass_through()
+            return encode(tokenizer, text, add_special_tokens)
+
+        monkeypatch.setattr(Tokenizer, "encode", held)
+        texts = [
+            clients.submit(httpx.post, f"{service.url}/tokenize", json={"prompt": "held"}, timeout=None, trust_env=False)
+            for _ in range(MANY)
+        ]
+        try:
+            gate.reached.wait()
+            with httpx.Client(base_url=service.url, timeout=30, trust_env=False) as client:
+                assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        finally:
+            gate.open.set()
+        assert [text.result().status_code for text in texts] == [200] * MANY
 
 
 def test_health_is_answered_while_a_large_body_is_parsed(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:

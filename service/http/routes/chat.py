@@ -28,7 +28,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, services: 
 async def render_chat(body: RenderRequest, request: Request, services: ReadServices, owner: Owner) -> Response:
     """The tokens that the same messages would be run as."""
     check_model(services, body.model)
-    return await unless_gone(services.threads.texts.run(owner, _rendered, services, body), request.receive)
+    return await unless_gone(services.threads.tokens.run(owner, _rendered, services, body), request.receive)
 
 
 def _rendered(services: Services, body: RenderRequest) -> Response:
