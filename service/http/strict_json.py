@@ -64,11 +64,12 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose body is read by `StrictRequest`."""
+    """A route whose body, if it takes one, is read by `StrictRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
-        assert self.body_field is not None
+        if self.body_field is None:
+            return handler
         model = cast(type[BaseModel], self.body_field.field_info.annotation)
 
         async def handle(request: Request) -> Response:

@@ -109,9 +109,9 @@ async def make_plan(
     extraction = resolve_extraction(body, services.settings.extract_by_default, services.default_layers, services.info)
     include_last_token = extraction is not None and extraction.params.include_last_token
     _check_count(body.num_prompts * body.n, services.settings.max_queued)
-    run = partial(services.threads.texts.run, owner)
-    prompts = await prepare_prompts(body, services.prompt_maker, include_last_token, run)
-    bad_words = await run(bad_word_tokens, body.bad_words, services.tokenizer) if body.bad_words else ()
+    texts = services.threads.texts
+    prompts = await prepare_prompts(body, services.prompt_maker, include_last_token, partial(texts.run, owner))
+    bad_words = await texts.run(owner, bad_word_tokens, body.bad_words, services.tokenizer) if body.bad_words else ()
     check_something_is_left(body, bad_words, vocabulary)
     check_prompt_logprobs(body, prompts, vocabulary, services.settings.prompt_logprobs_memory)
     if extraction is not None:
@@ -120,7 +120,7 @@ async def make_plan(
             check_against_prompt(extraction, body, prompt)
     if _keeps_output(extraction):
         check_kept_output(body, prompts, vocabulary)
-    echoed = await run(echoes, services.tokenizer, body, prompts) if body.echo else None
+    echoed = await texts.run(owner, echoes, services.tokenizer, body, prompts) if body.echo else None
     has_key = extraction is not None and extraction.params.idempotency_key is not None
     body_hash = await services.threads.bodies.run(owner, _body_hash, raw_body) if has_key else None
     return Plan(body, request_id, extraction, prompts, echoed, bad_words, body_hash, owner)

@@ -315,7 +315,7 @@ def test_lists_carry_no_outputs_and_a_record_does(service: Service) -> None:
 
 
 def test_an_output_that_no_record_would_hold_is_refused_before_it_is_computed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.requests.admission.OUTPUT_BYTES", 10_000)
+    monkeypatch.setattr("service.requests.sampling.OUTPUT_BYTES", 10_000)
     error = service.refused(400, max_tokens=100, logprobs=20, kv_transfer_params=OUTPUT)
     assert error["param"] == "logprobs"
     service.completed(max_tokens=100, logprobs=20, kv_transfer_params={"layers": [1]})  # which no record keeps
