@@ -93,11 +93,12 @@ class Contents:
 
     def _begin(self, keys: Sequence[Hashable], blocks: IntArray, columns: IntArray, depth: int) -> None:
         """Sets under keys that aren't known."""
-        for key in keys:
-            number = self._numbers[key] = self._free_numbers.pop()
+        taken = [self._free_numbers.pop() for _ in keys]
+        for number, key in zip(taken, keys, strict=True):
+            self._numbers[key] = number
             self._keys[number] = key
-        numbers = self._numbers_of(keys)
-        self._make_room(int(numbers.max()) + 1, 0)
+        self._make_room(max(taken) + 1, 0)
+        numbers = np.array(taken)
         self._depths[numbers] = depth
         self._sizes[numbers] = len(columns)
         self._put(blocks, numbers[:, None], columns)

@@ -7,8 +7,8 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 _ABSENT = -1
-_SCANNED_AT_ONCE = 1024
-"""Places that are looked at together, since many of them may be gaps."""
+_FIRST_LOOK = 64
+"""Places that are looked at at first beyond those asked for, since some may be gaps; then four times as many, since many may be."""
 
 
 class EvictionQueue:
@@ -48,15 +48,15 @@ class EvictionQueue:
     def pop(self, count: int) -> IntArray:
         """The `count` blocks that have been here longest."""
         assert count <= self.size
-        parts = [np.zeros(0, np.int64)]
-        missing = count
+        parts: list[IntArray] = []
+        missing, look = count, _FIRST_LOOK
         while missing:
-            end = min(self._tail, self._head + max(missing, _SCANNED_AT_ONCE))
+            end, look = min(self._tail, self._head + missing + look), look * 4
             places = self._filled(self._head, end)[:missing]
             missing -= len(places)
             self._head = end if missing else int(places[-1]) + 1
             parts.append(self._blocks[places])
-        blocks = np.concatenate(parts)
+        blocks = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
         self.remove(blocks)
         return blocks
 

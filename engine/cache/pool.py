@@ -14,6 +14,12 @@ __all__ = ["NULL_BLOCK", "UNLABELLED", "BlockPool", "BoolArray", "IntArray"]
 _FIRST_LOOK = 64
 """Blocks that are looked up before it is clear that the beginning of a sequence is known at all."""
 
+_MOST_OFFERED = 512
+"""Keys that are noted at a time: nobody may look for long."""
+
+_LOTS = 256
+"""Cached blocks are evicted in lots of this part of the pool."""
+
 
 @dataclass(frozen=True)
 class PoolStats:
@@ -32,6 +38,9 @@ class BlockPool:
     A block is free, cached (nobody holds it, but its contents can be found) or referenced. Contents are registered as sets of blocks:
     a key names the set, a label a block in it. Blocks of a set are held and evicted apart.
 
+    What is registered is noted, and becomes known once that matters: a step registers blocks of many requests, and one lot costs much
+    less than many. For the same reason cached blocks are given up in small lots.
+
     All methods take arrays of any shape in which no block is named twice. `poison` is called with blocks whose contents have just become
     meaningless; tests fill them with NaN.
     """
@@ -45,6 +54,10 @@ class BlockPool:
         self._num_free = num_blocks - 1
         self._cached = EvictionQueue(num_blocks)
         self._contents = Contents(num_blocks)
+        self._offered: dict[tuple[tuple[Hashable, ...], int], list[tuple[Sequence[Hashable], IntArray]]] = {}
+        """By labels and depth."""
+        self._num_offered = 0
+        """Keys."""
         self._poison = poison or _leave
 
     @property
@@ -67,9 +80,7 @@ class BlockPool:
         blocks = self._free[self._num_free - num_free : self._num_free][::-1].copy()
         self._num_free -= num_free
         if num_free < count:
-            evicted = self._cached.pop(count - num_free)
-            self._contents.remove(evicted)
-            blocks = np.concatenate([blocks, evicted])
+            blocks = np.concatenate([blocks, self._evict(count - num_free)])
         self._references[blocks] = 1
         self._poison(blocks)
         return blocks
@@ -88,13 +99,18 @@ class BlockPool:
         """
         references = self._references[blocks] - 1
         assert not np.count_nonzero(references < 0), f"blocks {blocks[references < 0]} are released more often than they were taken"
+        num_held = np.count_nonzero(references)
+        if num_held < blocks.size:
+            self._settle()  # while they are held
         self._references[blocks] = references
-        unheld = blocks[references == 0]
-        if not len(unheld):
+        if num_held == blocks.size:
             return
+        unheld = blocks[references == 0] if num_held else blocks.reshape(-1)
         known = self._contents.known(unheld)
-        self._cached.push(unheld[known][::-1])
-        self._put_back(unheld[~known])
+        if np.count_nonzero(known) < len(known):
+            self._put_back(unheld[~known])
+            unheld = unheld[known]
+        self._cached.push(unheld[::-1])
 
     def is_referenced(self, blocks: IntArray) -> BoolArray:
         return self._references[blocks] > 0
@@ -108,18 +124,17 @@ class BlockPool:
         What can be found already stays, but a deeper set takes over the key of a shallower one, whose blocks live on with their
         holders. Labels that the known set of a key lacks are added to it.
         """
-        if not len(keys):
-            return
-        assert blocks.shape == (len(keys), len(labels))
-        assert np.count_nonzero(self._references[blocks]) == blocks.size
-        unknown = self._contents.add(keys, blocks, labels, depth)
-        if len(unknown):
-            unheld = unknown[self._references[unknown] == 0]
-            self._cached.remove(unheld)
-            self._put_back(unheld)
+        if len(keys):
+            assert blocks.shape == (len(keys), len(labels))
+            assert np.count_nonzero(self._references[blocks]) == blocks.size
+            self._offered.setdefault((labels, depth), []).append((keys, blocks.copy()))
+            self._num_offered += len(keys)
+            if self._num_offered >= _MOST_OFFERED:
+                self._settle()
 
     def find(self, keys: Sequence[Hashable], labels: tuple[Hashable, ...] = UNLABELLED, depth: int = 0) -> IntArray:
         """Blocks `[keys, labels]` with contents of at least this depth, `NULL_BLOCK` where there are none. Takes no reference."""
+        self._settle()
         return self._contents.find(keys, labels, depth)
 
     def find_run(self, chain: HashChain, first: int, end: int, labels: tuple[Hashable, ...] = UNLABELLED, depth: int = 0) -> IntArray:
@@ -142,6 +157,7 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the pool's books disagree with themselves."""
+        self._settle()
         assert self._references[NULL_BLOCK] == 0
         assert not (self._references < 0).any()
         self._cached.check_integrity()
@@ -159,12 +175,42 @@ class BlockPool:
         assert np.count_nonzero(free) == self._num_free, "a block is free twice"
         return free
 
+    def _evict(self, count: int) -> IntArray:
+        """`count` blocks that were cached. The rest of the lot that they are evicted with is free."""
+        blocks = self._cached.pop(max(count, min(self._cached.size, self.num_blocks // _LOTS)))
+        self._contents.remove(blocks)
+        self._put_back(blocks[count:])
+        return blocks[:count]
+
+    def _settle(self) -> None:
+        """Makes known what was registered."""
+        self._num_offered = 0
+        while self._offered:
+            (labels, depth), lots = self._offered.popitem()
+            unknown = self._contents.add(*_joined(lots), labels, depth)
+            if len(unknown):
+                unheld = unknown[self._references[unknown] == 0]
+                self._cached.remove(unheld)
+                self._put_back(unheld)
+
     def _put_back(self, blocks: IntArray) -> None:
         """Blocks that nobody holds and that hold nothing known."""
         if len(blocks):
             self._free[self._num_free : self._num_free + len(blocks)] = blocks[::-1]  # neighbours stay neighbours when taken again
             self._num_free += len(blocks)
             self._poison(blocks)
+
+
+def _joined(lots: Sequence[tuple[Sequence[Hashable], IntArray]]) -> tuple[Sequence[Hashable], IntArray]:
+    """Keys, each once, and their blocks `[keys, labels]`: of what two requests have registered at a time, the first stays."""
+    if len(lots) == 1:
+        return lots[0]
+    keys = [key for of_lot, _ in lots for key in of_lot]
+    blocks = np.concatenate([blocks for _, blocks in lots])
+    rows = {key: row for row, key in reversed(list(enumerate(keys)))}
+    if len(rows) < len(keys):
+        return list(rows), blocks[list(rows.values())]
+    return keys, blocks
 
 
 def _leave(blocks: IntArray) -> None:

@@ -246,17 +246,64 @@ def test_keys_of_what_is_evicted_are_let_go() -> None:
 
 
 def test_the_order_of_eviction_holds_however_often_blocks_are_used() -> None:
-    pool = BlockPool(1001)
-    blocks = cached(pool, [str(i) for i in range(1000)])[:, 0]
+    pool = BlockPool(251)
+    blocks = cached(pool, [str(i) for i in range(250)])[:, 0]
     order = blocks[::-1]
-    for start in range(0, 6000, 7):
-        used = order[[start % 990, start % 990 + 5]]
+    for start in range(0, 1500, 7):
+        used = order[[start % 240, start % 240 + 5]]
         pool.retain(used)
         pool.release(used)
         order = np.concatenate([order[~np.isin(order, used)], used[::-1]])
     pool.check_integrity()
-    taken = [take(pool, count) for count in (1, 400, 599)]
+    taken = [take(pool, count) for count in (1, 100, 149)]
     assert np.array_equal(np.concatenate(taken), order)
+
+
+def test_a_large_pool_gives_up_cached_blocks_in_lots() -> None:
+    pool = BlockPool(1025)
+    blocks = cached(pool, [str(i) for i in range(1024)])[:, 0]
+    order, lot = blocks[::-1], 4
+    taken = [take(pool, 1) for _ in range(lot)]
+    assert pool.stats().free == 0
+    assert sorted(np.concatenate(taken)) == sorted(order[:lot])
+    found = pool.find([str(i) for i in range(1024)])[:, 0]
+    assert np.array_equal(found[found != NULL_BLOCK], blocks[:-lot])
+    take(pool, 1)
+    assert pool.stats().free == lot - 1
+    pool.check_integrity()
+
+
+def test_of_what_is_registered_under_one_key_before_somebody_looks_the_first_stays() -> None:
+    pool = BlockPool(10)
+    first, second, third = take(pool, 2), take(pool, 2), take(pool, 1)
+    pool.register(["a", "b"], first[:, None])
+    pool.register(["b", "c"], second[:, None])
+    pool.register(["c"], third[:, None], depth=2)
+    assert pool.find("abc")[:, 0].tolist() == [*first, third[0]]
+    pool.release(np.concatenate([first, second, third]))
+    assert pool.stats().free == 9 - 3, "what came second holds nothing"
+    pool.check_integrity()
+
+
+def test_what_loses_its_key_while_it_is_given_back_is_free() -> None:
+    pool = BlockPool(5)
+    shallow, deep = take(pool, 1), take(pool, 1)
+    pool.register(["a"], shallow[:, None], depth=1)
+    assert pool.find(["a"]) == shallow
+    pool.register(["a"], deep[:, None], depth=2)
+    pool.release(shallow)
+    assert (pool.stats().free, pool.stats().cached) == (3, 0)
+    assert pool.find(["a"]) == deep
+    pool.check_integrity()
+
+
+def test_blocks_are_registered_as_they_were_when_they_were_named() -> None:
+    pool = BlockPool(4)
+    blocks = take(pool, 1)
+    given = blocks[:, None].copy()
+    pool.register(["a"], given)
+    given[:] = NULL_BLOCK
+    assert pool.find(["a"]) == blocks
 
 
 def test_a_deeper_block_takes_over_the_entry_of_a_shallow_one_that_lives_on_with_its_holder() -> None:
@@ -372,8 +419,10 @@ def test_a_block_has_one_key() -> None:
     blocks = take(pool, 1)[:, None]
     pool.register(["a"], blocks)
     pool.register(["a"], blocks)
+    assert pool.find(["a"]) == blocks
+    pool.register(["b"], blocks)
     with pytest.raises(AssertionError, match="two keys"):
-        pool.register(["b"], blocks)
+        pool.find(["b"])
 
 
 BOOKS: dict[str, Callable[[BlockPool], object]] = {
