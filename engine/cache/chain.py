@@ -37,6 +37,18 @@ class HashChain:
             self._grow(end)
         return self._links[first:end]
 
+    def shared_end(self, other: "HashChain") -> int:
+        """Tokens in the full blocks that both begin with. Compares tokens, which is much faster than to name them."""
+        mine, theirs, size = self._token_ids, other._token_ids, self.block_size
+        end = min(self.num_full_blocks, other.num_full_blocks) * size
+        if not end or self.link(0) != other.link(0):  # the salt is part of the first name
+            return 0
+        shared = size
+        for step in (64 * size, size):
+            while shared + step <= end and mine[shared : shared + step] == theirs[shared : shared + step]:
+                shared += step
+        return shared
+
     def _grow(self, end: int) -> None:
         assert end <= self.num_full_blocks
         start, size = len(self._links) * self.block_size, self.block_size * array("q").itemsize

@@ -130,7 +130,7 @@ class KVCache:
                 blocks = group.pool.take(missing)
                 assert blocks is not None
                 table.extend(blocks)
-        tables.steady_end = min((_steady_end(group, tables.blocks[index]) for index, group in used), default=end)
+        tables.steady_end = min([_steady_end(group, tables.blocks[index]) for index, group in used], default=end)
         return max(start, end)
 
     def room(self, claims: Sequence[tuple[BlockTables, int]]) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class KVCache:
                 links = chains[group.spec.block_size].links(first, end)
                 group.pool.register(links, table.array[first:end, None], depth=tables.depth)
                 tables.num_registered[index] = end
-        tables.unregistered_end = min(((tables.num_registered[index] + 1) * group.spec.block_size for index, group in used), default=0)
+        tables.unregistered_end = min([(tables.num_registered[index] + 1) * group.spec.block_size for index, group in used], default=0)
 
     def release(self, tables: BlockTables) -> None:
         """Gives everything back. The beginning of a prefix is evicted last."""

@@ -27,16 +27,12 @@ class PrefixFinder:
         self.start_at(sequence, target)
         return True
 
-    def is_computed_by(self, running: TokenSequence, waiting: TokenSequence) -> bool:
-        """Whether what `running` computes next is a block that `waiting` begins with, too, and will be able to use: then it needn't be
-        computed twice."""
+    def awaited_end(self, running: TokenSequence, waiting: TokenSequence) -> int:
+        """While `running` has computed less than this, what it computes next is a block that `waiting` begins with, too, and will be able
+        to use: then it needn't be computed twice."""
         if not self._enabled or running.tables.depth < waiting.tables.depth or not _captures_all(running, waiting):
-            return False
-        for size, chain in running.chains.items():
-            block, other = running.num_computed // size, waiting.chains[size]
-            if block >= min(chain.num_full_blocks, other.num_full_blocks) or chain.link(block) != other.link(block):
-                return False
-        return True
+            return 0
+        return min(chain.shared_end(waiting.chains[size]) for size, chain in running.chains.items())
 
     def find(self, sequence: TokenSequence) -> int:
         """The length of the prefix that need not be computed; nothing is taken."""
@@ -59,7 +55,7 @@ class PrefixFinder:
 
     def register(self, sequence: TokenSequence, depth: int) -> None:
         """Offers what has been computed to later requests, unless the last rows, run `depth` layers deep, aren't what the blocks say."""
-        if sequence.num_computed >= sequence.tables.unregistered_end and self._enabled and depth >= sequence.tables.depth:
+        if self._enabled and depth >= sequence.tables.depth:
             self._kv.register(sequence.tables, sequence.chains, sequence.num_computed)
 
     def _count(self, sequence: TokenSequence, length: int) -> None:

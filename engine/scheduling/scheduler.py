@@ -1,7 +1,7 @@
 """Who computes what in the next step, and with which blocks and pages."""
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from heapq import merge
 from itertools import groupby
@@ -112,7 +112,8 @@ class Scheduler:
         sequence.num_computed = chunk.end
         if not sequence.num_in_flight:
             sequence.num_planned = chunk.end
-        self._prefixes.register(sequence, chunk.depth)
+        if chunk.end >= sequence.tables.unregistered_end:
+            self._prefixes.register(sequence, chunk.depth)
         return True
 
     def withdraw(self, chunk: Chunk) -> None:
@@ -173,7 +174,7 @@ class Scheduler:
         start, capture, rows_left = sequence.num_planned, sequence.capture, plan.capture_rows_left
         if capture is not None and rows_left is not None and rows_left < len(capture.spec.layers):
             return
-        if self._take_blocks(plan, sequence, start + 1) == start:
+        if start >= sequence.tables.steady_end and self._take_blocks(plan, sequence, start + 1) == start:
             return
         rows = None
         if capture is not None:
@@ -187,11 +188,12 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[TokenSequence]) -> None:
         """Better priorities come first; within a priority prompts, running or waiting, share the tokens that are left evenly."""
-        admission = _Admission([s for s in self.running if self._is_advancing(s)] if self._can_start() else [])
+        admission = _Admission({s.arrival: s for s in self.running if self._is_advancing(s)} if self._can_start() else {})
+        running = set(prompts)
         by_priority = merge(sorted(prompts, key=_priority_and_turn), list(self.waiting), key=_priority_and_turn)
         for _, candidates in groupby(by_priority, key=lambda s: s.request.priority):
             # What those leave who lack pages goes to the next ones.
-            while self._goes_on(plan) and (sharers := self._sharers(plan, candidates, admission)):
+            while self._goes_on(plan) and (sharers := self._sharers(plan, candidates, running, admission)):
                 by_arrival = sorted(sharers, key=lambda s: s.order)
                 shares = even_shares([s.remaining for s in by_arrival], plan.tokens_left)
                 for sequence, share in zip(by_arrival, shares, strict=True):
@@ -204,12 +206,14 @@ class Scheduler:
     def _goes_on(self, plan: StepPlan) -> bool:
         return plan.tokens_left > 0 and not plan.preempted and not self._stalled
 
-    def _sharers(self, plan: StepPlan, candidates: Iterator[TokenSequence], admission: "_Admission") -> list[TokenSequence]:
-        """As many as get a quarter of a step or all that they need, in turn; those that wait are started."""
+    def _sharers(
+        self, plan: StepPlan, candidates: Iterator[TokenSequence], running: Set[TokenSequence], admission: "_Admission"
+    ) -> list[TokenSequence]:
+        """As many as get a quarter of a step or all that they need, in turn; those that aren't `running` are started."""
         quantum, promised = max(self._least_share, plan.tokens_left // 4), 0
         sharers: list[TokenSequence] = []
         while promised < plan.tokens_left and (sequence := next(candidates, None)) is not None:
-            if sequence not in self.running and not self._admit(plan, sequence, admission):
+            if sequence not in running and not self._admit(plan, sequence, admission):
                 continue
             if sequence.remaining:
                 sharers.append(sequence)
@@ -227,7 +231,7 @@ class Scheduler:
         if len(self.running) >= self._max_running or self._is_blocked(sequence):
             admission.closed = True
             return False
-        if any(self._prefixes.is_computed_by(running, sequence) for running in admission.advancing if _goes_before(running, sequence)):
+        if self._awaits_beginning(sequence, admission):
             return False
         if self._prefixes.answer_from_pages(sequence):
             plan.ready.append(sequence)
@@ -235,10 +239,24 @@ class Scheduler:
         if not self._start(sequence):
             admission.closed = True
             return False
-        admission.advancing.append(sequence)
+        admission.advancing[sequence.arrival] = sequence
         if sequence.done:
             plan.ready.append(sequence)
         return not sequence.done
+
+    def _awaits_beginning(self, sequence: TokenSequence, admission: "_Admission") -> bool:
+        """Whether a prompt that runs is at a block that the sequence begins with, too. Of which one that is true is remembered."""
+        arrival, end = sequence.awaited
+        known = admission.advancing.get(arrival)
+        if known is not None and known.num_computed < end:
+            return True
+        for running in admission.advancing.values():
+            if _goes_before(running, sequence):
+                end = self._prefixes.awaited_end(running, sequence)
+                if running.num_computed < end:
+                    sequence.awaited = running.arrival, end
+                    return True
+        return False
 
     def _is_advancing(self, sequence: TokenSequence) -> bool:
         """Whether the sequence is a prompt that is in flight or that the last step took further."""
@@ -346,8 +364,8 @@ class Scheduler:
 class _Admission:
     """How far a step has come with starting those that wait."""
 
-    advancing: list[TokenSequence]
-    """Prompts that the last step took further, or that this one has started."""
+    advancing: dict[int, TokenSequence]
+    """By arrival: prompts that the last step took further, or that this one has started."""
     pages_awaited: bool = False
     """One that lacks pages was passed over: nobody behind it begins to use pages, so what comes free is kept for it. Those that were
     preempted with pages go on, since it is they who give them back."""

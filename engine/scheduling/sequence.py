@@ -42,10 +42,14 @@ class TokenSequence:
     """When it last had its turn, or began to wait."""
     blocked_by: tuple[int, ...] | None = None
     """Per KV group the room there was when it was found to lack blocks."""
+    awaited: tuple[int, int] = (-1, 0)
+    """The arrival of the prompt that computes what this one begins with, and how far that is worth waiting for."""
     started_ns: int | None = None
     """When it got its first blocks, in nanoseconds since 1970."""
     first_token_ns: int | None = None
     generating: bool = field(init=False)
+    order: tuple[int, int] = field(init=False)
+    """Who goes first: lower priority numbers, then earlier arrivals."""
     finish_reason: FinishReason | None = None
     ended: bool = False
     """The engine has let go of it."""
@@ -54,6 +58,7 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         self.generating = self.request.sampling.max_tokens > 0
+        self.order = self.request.priority, self.arrival
 
     def stop_reason(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
         """Why the text ends with its last token, `token_id`, and which token stopped it; None where it goes on.
@@ -85,11 +90,6 @@ class TokenSequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first: lower priority numbers, then earlier arrivals."""
-        return self.request.priority, self.arrival
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -50,3 +50,13 @@ def test_names_asked_for_together_are_those_asked_for_one_by_one(asked: list[tup
 
 def test_names_carry_the_tokens_of_their_block() -> None:
     assert HashChain([1, 2, 300_000, 4], 2).link(1)[1] == struct.pack("<2q", 300_000, 4)
+
+
+@given(shared=st.integers(0, 400), tails=st.tuples(TOKENS, TOKENS), size=st.integers(1, 5), salt=st.sampled_from(["", "a"]))
+def test_two_share_the_blocks_before_the_first_name_that_differs(
+    shared: int, tails: tuple[list[int], list[int]], size: int, salt: str
+) -> None:
+    one, other = (HashChain([7] * shared + tail, size, of) for tail, of in zip(tails, ("", salt), strict=True))
+    num_blocks = min(one.num_full_blocks, other.num_full_blocks)
+    equal = [mine == theirs for mine, theirs in zip(one.links(0, num_blocks), other.links(0, num_blocks), strict=True)]
+    assert one.shared_end(other) == other.shared_end(one) == sum(equal) * size

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from engine.saves.selection import RowSelection
+from engine.scheduling.prefix import PrefixFinder
 from engine.scheduling.sequence import TokenSequence
 from tests.unit.core_fakes import Bench, FakeRunner
 from tests.unit.staged_runner import StagedRunner
@@ -660,6 +661,26 @@ def test_a_prompt_waits_for_the_beginning_that_another_one_computes(overlap: boo
         bench.add(f"r{i}", [*LONG[:16], i, i], layers=(1, 2))
     bench.run()
     assert bench.core.num_computed_tokens == 16 + 4 * 2
+    bench.check_results()
+
+
+def test_who_waits_for_a_beginning_is_compared_only_once_with_the_prompt_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[TokenSequence] = []
+    awaited_end = PrefixFinder.awaited_end
+
+    def counted(finder: PrefixFinder, running: TokenSequence, waiting: TokenSequence) -> int:
+        compared.append(waiting)
+        return awaited_end(finder, running, waiting)
+
+    monkeypatch.setattr(PrefixFinder, "awaited_end", counted)
+    bench = Bench(budget=8, full_blocks=400, sliding_blocks=400)
+    for i in range(6):
+        bench.add(f"r{i}", [*LONG[:28], i % 5, i % 2])
+    for _ in range(3):
+        bench.step()
+    assert (bench.running, len(bench.waiting)) == (["r0"], 5)
+    assert len(compared) == 5
+    bench.run()
     bench.check_results()
 
 
