@@ -1,7 +1,7 @@
 """`python -m benchmarks.books`: what the books of a step cost on the host, without a model, a scheduler or a writer.
 
 A prompt of 8,192 tokens that saves 30 layers: the blocks of its keys and values and the pages of its rows are taken, its rows get
-slots, the pages are registered, handed to the writer and given back, in a pool where nothing is cached and in one that is full of
+slots, the pages are registered and, by the writer, given back, in a pool where nothing is cached and in one that is full of
 cached pages. A step of 256 requests that generate text and save 30 layers: the mean of steps in which each of them fills two blocks.
 Last, how a cached prompt of 131,072 tokens is found, and how long the check of the books takes.
 """
@@ -45,6 +45,9 @@ class Clock:
         self.parts[name] = self.parts.get(name, 0.0) + time.thread_time() - started
 
 
+_NO_PAGES = np.zeros((1, len(LAYERS)), np.int64)
+
+
 class NoReservation:
     """A holder that was promised nothing."""
 
@@ -64,16 +67,17 @@ class PageBooks:
         assert pages is not None
         return pages.reshape(num_blocks, len(LAYERS))
 
-    def slots(self, held: Sequence[IntArray], offsets: IntArray) -> IntArray:
-        """`[layers, n, offsets]`, of the rows at offsets `[n, offsets]` of their pages `[n, layers]`."""
-        pages = np.concatenate(held)
-        return pages.T[:, :, None] * PAGE_ROWS + offsets
+    def slots(self, held: Sequence[IntArray], offsets: Sequence[int]) -> IntArray:
+        """`[layers, n]`: of the rows at offsets `[n]` of their pages `[1, layers]` each."""
+        slots: IntArray = np.concatenate(held).T * PAGE_ROWS + np.array(offsets)
+        return slots
+
+    def all_slots(self, pages: IntArray) -> IntArray:
+        """`[layers, rows]`, of all rows of pages `[n, layers]`."""
+        return (pages.T[:, :, None] * PAGE_ROWS + np.arange(PAGE_ROWS)).reshape(len(LAYERS), -1)
 
     def register(self, chain: HashChain, first: int, pages: IntArray) -> None:
-        self.store.register(chain, np.arange(first, first + len(pages)), LAYERS, pages)
-
-    def retain(self, pages: IntArray) -> None:
-        self.store.pool.retain(pages.ravel())
+        self.store.register(chain, range(first, first + len(pages)), LAYERS, pages)
 
     def release(self, pages: IntArray) -> None:
         self.store.pool.release(pages.ravel())
@@ -101,16 +105,13 @@ class PromptStep:
         with clock.part("pages: take"):
             taken = pages.take(num_blocks)
         with clock.part("pages: slots"):
-            pages.slots([taken], np.broadcast_to(np.arange(PAGE_ROWS), (num_blocks, PAGE_ROWS)))
+            pages.all_slots(taken)
         with clock.part("names"):
             chain.link(num_blocks - 1)
         with clock.part("KV: register"):
             kv.register(tables, {PAGE_ROWS: chain}, PROMPT_TOKENS)
         with clock.part("pages: register"):
             pages.register(chain, 0, taken)
-        with clock.part("pages: hand over"):
-            pages.retain(taken)
-            pages.release(taken)
         with clock.part("pages: release"):
             pages.release(taken)
         with clock.part("KV: release"):
@@ -135,7 +136,7 @@ class DecodeStep:
         self._pages = pages
         self._kv = kv
         self._requests = [Decoding(kv, token_id + number, START + number % PAGE_ROWS) for number in range(REQUESTS)]
-        self._held = [pages.take(1) for _ in self._requests]
+        self._held = [pages.take(1) if len(request.token_ids) % PAGE_ROWS else _NO_PAGES for request in self._requests]
         for request in self._requests:
             kv.extend(request.tables, 0, len(request.token_ids))
             kv.register(request.tables, request.chains, len(request.token_ids))
@@ -150,36 +151,37 @@ class DecodeStep:
     def end(self) -> None:
         for request, held in zip(self._requests, self._held, strict=True):
             self._kv.release(request.tables)
-            self._pages.release(held)
+            if held is not _NO_PAGES:
+                self._pages.release(held)
 
     def _step(self, clock: Clock) -> None:
-        requests, kv, pages = self._requests, self._kv, self._pages
+        requests, kv, pages, held = self._requests, self._kv, self._pages, self._held
         with clock.part("KV: take"):
             for request in requests:
                 length = len(request.token_ids)
-                kv.extend(request.tables, length, length + 1)
+                if length >= request.tables.steady_end:
+                    kv.extend(request.tables, length, length + 1)
+        starting = [number for number, request in enumerate(requests) if not len(request.token_ids) % PAGE_ROWS]
         with clock.part("pages: take"):
-            for number, request in enumerate(requests):
-                if len(request.token_ids) % PAGE_ROWS == 0:
-                    pages.release(self._held[number])
-                    self._held[number] = pages.take(1)
+            for number in starting:
+                held[number] = pages.take(1)
+        offsets = [len(request.token_ids) % PAGE_ROWS for request in requests]
         with clock.part("pages: slots"):
-            offsets = np.array([[len(request.token_ids) % PAGE_ROWS] for request in requests])
-            pages.slots(self._held, offsets)
+            pages.slots(held, offsets)
         for request in requests:
             request.token_ids.append(1)
         with clock.part("KV: register"):
             for request in requests:
-                kv.register(request.tables, request.chains, len(request.token_ids))
-        with clock.part("pages: register and hand over"):
-            for number, request in enumerate(requests):
-                if len(request.token_ids) % PAGE_ROWS == 0:
-                    pages.register(request.chains[PAGE_ROWS], len(request.token_ids) // PAGE_ROWS - 1, self._held[number])
-                    pages.retain(self._held[number])
+                if len(request.token_ids) >= request.tables.unregistered_end:
+                    kv.register(request.tables, request.chains, len(request.token_ids))
+        ending = [number for number, request in enumerate(requests) if not len(request.token_ids) % PAGE_ROWS]
+        with clock.part("pages: register"):
+            for number in ending:
+                pages.register(requests[number].chains[PAGE_ROWS], len(requests[number].token_ids) // PAGE_ROWS - 1, held[number])
         with clock.part("pages: release"):
-            for number, request in enumerate(requests):
-                if len(request.token_ids) % PAGE_ROWS == 0:
-                    pages.release(self._held[number])
+            for number in ending:
+                pages.release(held[number])
+                held[number] = _NO_PAGES
 
 
 def find_prefix(kv: KVCache) -> dict[str, float]:

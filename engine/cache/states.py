@@ -1,5 +1,6 @@
 """Hidden-state pages: host memory for captured rows, one page for one block of rows of one layer."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -63,9 +64,9 @@ class StateStore:
         """Cached pages `[n, layers]` of blocks `first … first + n - 1`: as far as all the layers are there, and not beyond `end - 1`."""
         return self.pool.find_run(chain, first, end, layers)
 
-    def register(self, chain: HashChain, blocks: IntArray, layers: tuple[LayerId, ...], pages: IntArray) -> None:
+    def register(self, chain: HashChain, blocks: Sequence[int], layers: tuple[LayerId, ...], pages: IntArray) -> None:
         """Offers complete pages `[n, layers]` of blocks `[n]` of the chain to the prefix cache."""
-        self.pool.register([chain.link(block) for block in blocks.tolist()], pages, layers)
+        self.pool.register([chain.link(block) for block in blocks], pages, layers)
 
     def _fill_with_nan(self, pages: IntArray) -> None:
         self.pages[torch.from_numpy(pages)] = torch.nan

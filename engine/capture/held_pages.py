@@ -27,8 +27,8 @@ class HeldPages:
         self._size = store.page_size
         self._pages: dict[int, IntArray] = {}
         """`[layers]` by block, blocks ascending."""
-        self._num_filled: dict[int, int] = {}
-        """Of blocks that are complete in part: captured rows."""
+        self._unbroken_from = 0
+        """Every row from here on, up to the latest one that was captured, stands in its page."""
         self._claimed = False
 
     @property
@@ -91,22 +91,26 @@ class HeldPages:
 
     def of(self, blocks: Sequence[int]) -> IntArray:
         """`[blocks, layers]`."""
-        return np.stack([self._pages[block] for block in blocks])
+        return np.concatenate([self._pages[block] for block in blocks]).reshape(len(blocks), -1)
 
-    def fill(self, ranges: Sequence[Range]) -> None:
-        """Rows of these positions stand in their pages. Blocks that have been given up since are passed over."""
-        complete = [
-            block for block, count in self._counts(ranges) if block in self._pages and (count == self._size or self._add(block, count))
-        ]
+    def fill(self, first: int, ranges: Sequence[Range], end: int) -> None:
+        """Of positions `first … end - 1`, which follow those before, the rows in `ranges` stand in their pages; the others aren't kept.
+
+        Blocks that have been given up since are passed over.
+        """
+        size, at = self._size, first
+        complete: list[int] = []
+        for low, high in ranges:
+            if low > at:
+                self._unbroken_from = low
+            if low // size < high // size:
+                complete += range(max(low // size, -(-self._unbroken_from // size)), high // size)
+            at = high
+        if at < end:
+            self._unbroken_from = end
+        complete = [block for block in complete if block in self._pages]
         if complete and self._chain is not None:
-            self._store.register(self._chain, np.array(complete), self._layers, self.of(complete))
-
-    def fill_row(self, position: int) -> bool:
-        """`fill` for a single row; whether it is the last one of its block."""
-        block, place = divmod(position, self._size)
-        if block in self._pages and self._add(block, 1) and self._chain is not None:
-            self._store.register(self._chain, np.array([block]), self._layers, self._pages[block][None])
-        return place == self._size - 1
+            self._store.register(self._chain, complete, self._layers, self.of(complete))
 
     def give(self, blocks: Sequence[int], end: int) -> IntArray:
         """`[blocks, layers]`, ascending, for somebody else, who gives them back to the pool. Blocks that end at `end` or before it are held
@@ -115,7 +119,6 @@ class HeldPages:
         num_given = bisect_right(blocks, end // self._size - 1)
         for block in blocks[:num_given]:
             del self._pages[block]
-            self._num_filled.pop(block, None)
         if num_given < len(blocks):
             self._store.pool.retain(pages[num_given:].reshape(-1))
         return pages
@@ -162,29 +165,10 @@ class HeldPages:
             return np.zeros((0, len(self._layers)), np.int64)
         return self._store.lookup(self._chain, first, min(end, self._chain.num_full_blocks), self._layers)
 
-    def _counts(self, ranges: Sequence[Range]) -> list[tuple[int, int]]:
-        """Rows of `ranges` per block."""
-        size = self._size
-        if len(ranges) != 1:
-            blocks, counts = np.unique(positions_in(ranges) // size, return_counts=True)
-            return list(zip(blocks.tolist(), counts.tolist(), strict=True))
-        low, high = ranges[0]
-        first, last = low // size, (high - 1) // size
-        if first == last:
-            return [(first, high - low)]
-        return [(first, (first + 1) * size - low), *((block, size) for block in range(first + 1, last)), (last, high - last * size)]
-
-    def _add(self, block: int, count: int) -> bool:
-        filled = self._num_filled.pop(block, 0) + count
-        if filled < self._size:
-            self._num_filled[block] = filled
-        return filled == self._size
-
     def _drop(self, blocks: Sequence[int]) -> None:
         if not blocks:
             return
-        for block in blocks:
-            self._num_filled.pop(block, None)
+        self._unbroken_from = max(self._unbroken_from, (max(blocks) + 1) * self._size)
         self._store.pool.release(np.concatenate([self._pages.pop(block) for block in blocks]))
 
 

@@ -90,6 +90,9 @@ class RowCapture:
         self.handed_end = 0
         self.pages = HeldPages(store, spec.layers, chain, pages_reserved(spec.rows, len(spec.layers), store.page_size, total, max_total))
         self._wanted = WantedRows(spec.rows, total)
+        self._open_end = 0
+        """The rows from `planned_end` to here are kept, or may turn out to be, and their place is in `_open_pages`."""
+        self._open_pages: IntArray | None = None  # [layers]
         self._lags = spec.rows.lookback > 0
         """Rows are kept back until it is certain that they don't belong to the end."""
         self._release = release
@@ -147,27 +150,31 @@ class RowCapture:
 
     def plan_row(self, position: int, at_least: int) -> CapturePlan | None:
         """`limit` and `plan` for a chunk of a single row; None where there is no page for it."""
-        first = self.planned_end
-        if position < first:
-            return CapturePlan(first, first, ())
-        if not self._wanted.may_keep(position, at_least):
-            self.planned_end = position + 1
-            return CapturePlan(first, position + 1, ())
-        pages = self.pages.take_for_row(position)
-        if pages is None:
-            return None
-        self.planned_end = position + 1
-        return CapturePlan(first, position + 1, ((position, position + 1),), pages)
+        first, end = self.planned_end, position + 1
+        if not first <= position < self._open_end:
+            if position < first:
+                return CapturePlan(first, first, ())
+            if not self._wanted.may_keep(position, at_least):
+                self.planned_end = end
+                return CapturePlan(first, end, ())
+            self._open_pages = self.pages.take_for_row(position)
+            if self._open_pages is None:
+                return None
+            self._open_end = min(self._wanted.kept_until(position), position - position % self.page_size + self.page_size)
+        self.planned_end = end
+        return CapturePlan(first, end, ((position, end),), self._open_pages)
 
     def shorten(self, plan: CapturePlan, end: int) -> CapturePlan:
         """The latest plan, of a chunk that ends at `end` after all."""
         assert plan.end == self.planned_end
+        self._open_end = 0
         self.planned_end = max(plan.first, end)
         return CapturePlan(plan.first, self.planned_end, _clipped(plan.ranges, end))
 
     def withdraw(self, plan: CapturePlan) -> None:
         """The latest plan won't be computed."""
         assert plan.end == self.planned_end
+        self._open_end = 0
         self.planned_end = plan.first
 
     def slots(self, plan: CapturePlan) -> tuple[IntArray, IntArray]:
@@ -191,10 +198,9 @@ class RowCapture:
         if self._in_flight or not landing.landed:
             self._in_flight.append((landing, plan))
             return True
-        if plan.pages is None or self._lags:
+        # Nothing happens at a single row but at the end of a page.
+        if plan.pages is None or self._lags or end % self.page_size == 0 or end == self.total:
             self._land(plan)
-            self.hand_over()
-        elif self.pages.fill_row(end - 1) or end == self.total:
             self.hand_over()
         return False
 
@@ -243,6 +249,7 @@ class RowCapture:
     def adopt(self, end: int, at_least: int) -> int:
         """Takes the wanted rows below `end` from cached pages (`hit_limit` said they are there); returns rows times layers."""
         ranges = self._missing(0, end, at_least)
+        self._open_end = 0
         if ranges:
             self.pages.adopt(ranges)
         self.planned_end = self.captured_end = max(self.captured_end, end)
@@ -254,8 +261,7 @@ class RowCapture:
         return self._wanted.within(start, end, at_least) if start < end else ()
 
     def _land(self, plan: CapturePlan) -> None:
-        if plan.ranges:
-            self.pages.fill(plan.ranges)
+        self.pages.fill(plan.first, plan.ranges, plan.end)
 
     def _hand_what_landed(self) -> None:
         if self._phase is Phase.RUNNING:
@@ -278,6 +284,7 @@ class RowCapture:
             self.handed_end = horizon
             if ranges:
                 self._append(ranges)
+        self._open_end = 0
         if self.handed_end == self.planned_end:
             self.pages.drop_all()
         else:

@@ -12,6 +12,7 @@ from engine.attention.facade import GroupInput, StepRows
 from engine.attention.index import plan_group
 from engine.cache.kv import KVCache
 from engine.cache.pool import IntArray
+from engine.capture.row_capture import CapturePlan, RowCapture
 from engine.layers import LayerId
 from engine.scheduling.plan import Chunk
 
@@ -132,49 +133,61 @@ def _rows_at_layer(chunks: Sequence[Chunk], firsts: IntArray, num_layers: int) -
 
 
 def _captures(chunks: Sequence[Chunk], firsts: IntArray) -> dict[LayerId, CaptureInput]:
-    gathered: dict[LayerId, list[tuple[IntArray, IntArray]]] = {}
-    singles: dict[tuple[LayerId, ...], list[tuple[int, int, IntArray]]] = {}
-    page_size = 1
-    for chunk, first in zip(chunks, firsts.tolist(), strict=False):
+    gathered: dict[LayerId, list[CaptureInput]] = {}
+    for layers, (numbers, plans) in _by_layers(chunks).items():
+        rows, slots = _captured_rows(chunks, numbers, plans, firsts)
+        for layer, of_layer in zip(layers, slots, strict=True):
+            gathered.setdefault(layer, []).append(CaptureInput(rows, of_layer))
+    return {layer: parts[0] if len(parts) == 1 else _joined(parts) for layer, parts in gathered.items()}
+
+
+def _by_layers(chunks: Sequence[Chunk]) -> dict[tuple[LayerId, ...], tuple[list[int], list[CapturePlan]]]:
+    """The numbers of the chunks that capture rows, and those rows, by what layers."""
+    groups: dict[tuple[LayerId, ...], tuple[list[int], list[CapturePlan]]] = {}
+    layers: tuple[LayerId, ...] | None = None
+    for number, chunk in enumerate(chunks):
         capture, plan = chunk.sequence.capture, chunk.rows
         if capture is None or plan is None or not plan.ranges:
             continue
-        layers, page_size = capture.spec.layers, capture.page_size
-        if plan.pages is not None:
-            position = plan.ranges[0][0]
-            singles.setdefault(layers, []).append((position, first + position - chunk.start, plan.pages))
-        else:
-            positions, slots = capture.slots(plan)
-            _add_rows(gathered, layers, positions + (first - chunk.start), slots)
-    for layers, rows in singles.items():
-        _add_rows(gathered, layers, *_single_rows(rows, page_size))
-    return {layer: _joined(parts) for layer, parts in gathered.items()}
+        if capture.spec.layers != layers:  # mostly they are those of the chunk before, which costs less than to look them up
+            layers = capture.spec.layers
+            numbers, plans = groups.setdefault(layers, ([], []))
+        numbers.append(number)
+        plans.append(plan)
+    return groups
 
 
-def _single_rows(singles: Sequence[tuple[int, int, IntArray]], page_size: int) -> tuple[IntArray, IntArray]:
-    """Of chunks that capture a row each, as most do in steps of text: rows `[n]` of the step, and slots `[layers, n]` in the store.
+def _captured_rows(
+    chunks: Sequence[Chunk], numbers: Sequence[int], plans: Sequence[CapturePlan], firsts: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Rows `[n]` of the step, ascending, and their slots `[layers, n]` in the store. Of chunks that capture the same layers."""
+    parts: list[tuple[IntArray, IntArray]] = []
+    pages = [plan.pages for plan in plans if plan.pages is not None]
+    if pages:  # chunks of a row each, as most are in steps of text
+        rows = firsts[[number for number, plan in zip(numbers, plans, strict=True) if plan.pages is not None]]
+        positions = np.array([plan.end - 1 for plan in plans if plan.pages is not None])
+        size = _capture_of(chunks[numbers[0]]).page_size
+        parts.append((rows, np.concatenate(pages).reshape(len(pages), -1).T * size + positions % size))
+    if len(pages) < len(plans):
+        for number, plan in zip(numbers, plans, strict=True):
+            if plan.pages is None:
+                positions, slots = _capture_of(chunks[number]).slots(plan)
+                parts.append((positions + (firsts[number] - chunks[number].start), slots))
+    rows, slots = parts[0] if len(parts) == 1 else (np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
+    if (rows[1:] > rows[:-1]).all():
+        return rows, np.ascontiguousarray(slots)
+    order = rows.argsort()
+    return rows[order], slots[:, order]
 
-    Per chunk its position, its row and its pages `[layers]`.
-    """
-    positions, rows, pages = zip(*singles, strict=True)
-    offsets = np.array(positions, np.int64) % page_size
-    return np.array(rows, np.int64), np.array(pages).T * page_size + offsets
+
+def _capture_of(chunk: Chunk) -> RowCapture:
+    assert chunk.sequence.capture is not None
+    return chunk.sequence.capture
 
 
-def _add_rows(
-    gathered: dict[LayerId, list[tuple[IntArray, IntArray]]], layers: tuple[LayerId, ...], rows: IntArray, slots: IntArray
-) -> None:
-    for layer, of_layer in zip(layers, slots, strict=True):
-        gathered.setdefault(layer, []).append((rows, of_layer))
-
-
-def _joined(parts: Sequence[tuple[IntArray, IntArray]]) -> CaptureInput:
+def _joined(parts: Sequence[CaptureInput]) -> CaptureInput:
     """In ascending order of the rows, as what leaves the last layer is."""
-    if len(parts) == 1:
-        rows, slots = parts[0]
-        if (rows[1:] > rows[:-1]).all():
-            return CaptureInput(rows, np.ascontiguousarray(slots))
-    rows, slots = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    rows, slots = np.concatenate([part.rows for part in parts]), np.concatenate([part.slots for part in parts])
     order = rows.argsort()
     return CaptureInput(rows[order], slots[order])
 

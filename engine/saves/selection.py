@@ -150,8 +150,12 @@ class WantedRows:
                 return True
         elif position >= self.total:
             return False
+        return position < self.kept_until(position)
+
+    def kept_until(self, position: int) -> int:
+        """All positions from this one up to there are kept, or may turn out to be; `position` or less, where that isn't known."""
         place = bisect_right(self._starts, position) - 1
-        return place >= 0 and position < self._ends[place]
+        return self._ends[place] if place >= 0 else 0
 
     def kept(self, start: int, end: int) -> list[Range]:
         """The kept ranges of positions `start … end - 1`, all of which must be settled."""

@@ -52,7 +52,7 @@ def test_a_block_is_offered_to_others_once_all_of_its_rows_were_filled(parts: li
         part = (end, min(end + count, len(TOKENS)))
         if part[0] < part[1]:
             held.take([part])
-            held.fill([part])
+            held.fill(0 if part[0] == first else part[0], [part], part[1])
         end = part[1]
     first_whole, whole_end = -(-first // SIZE) * SIZE, end // SIZE * SIZE
     if first_whole < whole_end:
@@ -104,7 +104,7 @@ def test_rows_that_land_after_their_block_was_given_up_are_passed_over() -> None
     held = setup.pages()
     held.take([(0, 8)])
     held.drop_before(4)
-    held.fill([(0, 8)])
+    held.fill(0, [(0, 8)], 8)
     assert setup.pages().hit_limit([(0, 8)], 8) == 0
     assert setup.pages().hit_limit([(4, 8)], 8) == 8
 
@@ -161,7 +161,7 @@ def test_a_hit_takes_the_place_of_what_was_held_of_its_blocks() -> None:
     setup = Setup()
     first, second = setup.pages(), setup.pages()
     first.take([(0, 12)])
-    first.fill([(0, 12)])
+    first.fill(0, [(0, 12)], 12)
     second.take([(4, 6)])
     assert second.hit_limit([(2, 12)], 12) == 12
     second.adopt([(2, 12)])
@@ -176,7 +176,7 @@ def test_a_hit_stops_before_it_takes_what_was_promised_to_others() -> None:
     setup = Setup(pages=10)
     first = setup.pages()
     first.take([(0, 12)])
-    first.fill([(0, 12)])
+    first.fill(0, [(0, 12)], 12)
     first.close()  # cached now, and available
     ring = setup.pages(reservation=6)
     ring.claim()

@@ -79,7 +79,7 @@ def test_promises_of_several_add_up() -> None:
 def register(states: StateStore, chain: HashChain, blocks: list[int], layers: tuple[LayerId, ...]) -> IntArray:
     """Pages `[blocks, layers]` that are offered to the prefix cache and still held."""
     pages = take(states, Holder(), len(blocks) * len(layers)).reshape(len(blocks), len(layers))
-    states.register(chain, np.array(blocks), layers, pages)
+    states.register(chain, blocks, layers, pages)
     return pages
 
 
