@@ -228,7 +228,7 @@ def scored_range(chunk: Chunk) -> tuple[int, int] | None:
     sequence = chunk.sequence
     if not sequence.wants_prompt_logprobs:
         return None
-    position = max(chunk.start, sequence.num_prompt_logprobs - 1, 0)
+    position = max(chunk.start, sequence.num_prompt_logprobs - 1)
     end = min(chunk.end, sequence.num_prompt_tokens - 1)
     return (position, end) if position < end else None
 

@@ -25,7 +25,7 @@ class StepPace:
 
     def observe(self, num_prompt_tokens: int, seconds: float, *, beside_text: bool) -> None:
         """A step took so long."""
-        if not self._seconds or not num_prompt_tokens or seconds <= 0:
+        if not num_prompt_tokens or seconds <= 0:
             return
         fitting = num_prompt_tokens * self._seconds / seconds
         if not beside_text:

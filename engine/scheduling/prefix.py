@@ -20,7 +20,7 @@ class PrefixFinder:
     def answer_from_pages(self, sequence: TokenSequence) -> bool:
         """Whether nothing need be computed, since all rows wanted lie in cached pages. Takes them."""
         capture, target = sequence.capture, sequence.target
-        if capture is None or sequence.prefix_limit < target or sequence.generating:
+        if capture is None or sequence.prefix_limit < target:
             return False
         if capture.hit_limit(target, sequence.num_sure) < target:
             return False

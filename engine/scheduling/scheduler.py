@@ -242,7 +242,7 @@ class Scheduler:
         admission.advancing[sequence.arrival] = sequence
         if sequence.done:
             plan.ready.append(sequence)
-        return not sequence.done
+        return True
 
     def _awaits_beginning(self, sequence: TokenSequence, admission: "_Admission") -> bool:
         """Whether a prompt that runs is at a block that the sequence begins with, too. Of which one that is true is remembered."""
@@ -259,9 +259,8 @@ class Scheduler:
         return False
 
     def _is_advancing(self, sequence: TokenSequence) -> bool:
-        """Whether the sequence is a prompt that is in flight or that the last step took further."""
-        had_its_turn = sequence.num_in_flight > 0 or sequence.last_turn > self._turn_before_step
-        return had_its_turn and max(sequence.remaining, sequence.num_planned - sequence.num_computed) > 1
+        """Whether the sequence is a prompt that the last step takes further, or has taken."""
+        return sequence.last_turn > self._turn_before_step and max(sequence.remaining, sequence.num_planned - sequence.num_computed) > 1
 
     def _start(self, sequence: TokenSequence) -> bool:
         length = self._prefixes.find(sequence)
@@ -345,10 +344,7 @@ class Scheduler:
         """Back to the waiting ones. Rows already captured go on to their file and aren't captured again."""
         chunk = plan.chunks.pop(victim, None)
         if chunk is not None:
-            plan.tokens_left += chunk.count
-            if plan.capture_rows_left is not None and victim.capture is not None and chunk.rows is not None:
-                plan.capture_rows_left += chunk.rows.num_rows * len(victim.capture.spec.layers)
-            self.withdraw(chunk)
+            self.withdraw(chunk)  # what it had of the step's tokens and rows is given to nobody else
         assert not victim.num_in_flight
         plan.preempted = True
         self.num_preemptions += 1

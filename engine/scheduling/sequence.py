@@ -97,8 +97,9 @@ class TokenSequence:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Tokens of the prompt whose log-probabilities are known, the first included, which has none."""
-        return 0 if self.prompt_logprobs is None else len(self.prompt_logprobs)
+        """Tokens of the prompt whose log-probabilities are known, where they are wanted, the first included, which has none."""
+        assert self.prompt_logprobs is not None
+        return len(self.prompt_logprobs)
 
     @property
     def target(self) -> int:
@@ -157,7 +158,7 @@ class TokenSequence:
     def prefix_limit(self) -> int:
         """How long a cached prefix may be: rows that are read for their logits must be computed."""
         if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens:
-            return max(0, self.num_prompt_logprobs - 1)
+            return self.num_prompt_logprobs - 1
         return self.target - self.generating
 
     @property

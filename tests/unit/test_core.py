@@ -35,6 +35,7 @@ def test_a_waiting_request_is_aborted() -> None:
     bench.step()
     bench.core.abort("waiting")
     assert ends(bench, "waiting") == [("abort", RequestAborted)]
+    assert bench.num_cached("waiting") == 0
     error = bench.jobs["waiting"].error
     assert error is not None
     assert error.code == "cancelled"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, QueueFull
 from engine.layers import LayerId
 from engine.request import EngineRequest, SamplingParams
 from engine.saves.selection import RowSelection
 from engine.saves.spec import SaveSpec
-from engine.scheduling.limits import num_fed, saved_rows
+from engine.scheduling.limits import PromptLogprobsMemory, num_fed, saved_rows
 from tests.unit.core_fakes import MAX_MODEL_LEN, Bench, Target
 
 
@@ -108,3 +108,17 @@ def test_positions_out_of_range_are_refused_where_the_length_is_known_and_clampe
     bench.add("clamped", [0] * 8, max_tokens=3, layers=(1,), output=True, rows=rows)
     bench.run()
     bench.check_results()
+
+
+def test_memory_for_prompt_logprobs_is_given_back_once_and_only_by_those_that_hold_some() -> None:
+    memory = PromptLogprobsMemory(100)
+    memory.take("a", 60)
+    memory.check(40)
+    with pytest.raises(QueueFull, match="beside the 60 bytes"):
+        memory.check(41)
+    memory.give_back("of one that holds none")
+    memory.give_back("a")
+    memory.give_back("a")
+    memory.check(100)
+    with pytest.raises(QueueFull, match="room for 100"):
+        memory.check(101)

@@ -93,13 +93,15 @@ def test_prefix_hit_of_a_saving_request_ends_at_a_border_of_pages(layers: tuple[
     bench.check_results()
 
 
-def test_prefix_hit_ends_at_a_border_of_blocks_of_every_group() -> None:
-    bench = Bench(full_size=2, sliding_size=3, page_size=1)
-    bench.add("first", PROMPT, max_tokens=1, layers=(1,))
+@pytest.mark.parametrize(("full_size", "cached"), [(2, 6), (3, 9)])
+@pytest.mark.parametrize("layers", [(1,), None])
+def test_prefix_hit_ends_at_a_border_of_blocks_of_every_group(full_size: int, cached: int, layers: tuple[int, ...] | None) -> None:
+    bench = Bench(full_size=full_size, sliding_size=3, page_size=1)
+    bench.add("first", PROMPT, max_tokens=1, layers=layers)
     bench.run()
-    bench.add("second", PROMPT[:11], max_tokens=1, layers=(1,))
+    bench.add("second", PROMPT[:11], max_tokens=1, layers=layers)
     bench.run()
-    assert bench.num_cached("second") == 6
+    assert bench.num_cached("second") == cached
     bench.check_results()
 
 
@@ -112,7 +114,33 @@ def test_all_rows_from_pages_need_no_step_at_all() -> None:
     bench.run()
     assert bench.core.num_computed_tokens == computed
     assert bench.num_cached("second") == len(PROMPT)
+    assert bench.prefixes.query_tokens_total == 2 * len(PROMPT)
     assert bench.prefixes.state_hit_rows_total == len(PROMPT)
+    bench.check_results()
+
+
+def test_all_rows_from_pages_need_no_step_though_nothing_is_left_of_their_keys_and_values() -> None:
+    bench = Bench(full_blocks=6, sliding_blocks=6)
+    bench.add("first", PROMPT, layers=(1, "norm"))
+    bench.run()
+    bench.add("another", PROMPT, salt="x")
+    bench.run()
+    computed = bench.core.num_computed_tokens
+    bench.add("second", PROMPT, layers=("norm",))
+    bench.run()
+    assert bench.core.num_computed_tokens == computed
+    bench.check_results()
+
+
+def test_a_prompt_that_asks_for_nothing_and_is_wholly_known_needs_no_step_at_all() -> None:
+    bench = Bench()
+    bench.add("first", PROMPT)
+    bench.run()
+    computed = bench.core.num_computed_tokens
+    bench.add("second", PROMPT)
+    bench.run()
+    assert bench.core.num_computed_tokens == computed
+    assert bench.num_cached("second") == len(PROMPT)
     bench.check_results()
 
 

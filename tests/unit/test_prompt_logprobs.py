@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.offline import OfflineEngine
+from engine.cache.kv import BlockTables
+from engine.offline import LocalTarget, OfflineEngine
 from engine.request import EngineRequest, SamplingParams
 from engine.sampling.logprobs import score_tokens, token_logprobs
 from engine.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, prompt_logprobs_bytes
+from engine.saves.spec import SaveSpec
+from engine.scheduling.sequence import TokenSequence
 from tests.unit.small_engine import PROMPT, save_tiny_llama, small_config
 
 VOCAB = 60
@@ -126,3 +129,25 @@ def test_logprobs_of_a_prompt_in_chunks_are_those_of_the_whole(tmp_path: Path) -
     assert [entry.token_id for entry in chunked] == PROMPT[1:] == [entry.token_id for entry in whole]
     assert [entry.logprob for entry in chunked] == pytest.approx([entry.logprob for entry in whole], abs=1e-4)
     assert [[token for token, _ in entry.top] for entry in chunked] == [[token for token, _ in entry.top] for entry in whole]
+
+
+def test_logprobs_are_computed_of_a_prompt_whose_rows_all_lie_in_cached_pages(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    prompt = [*PROMPT, *PROMPT][:16]
+    with OfflineEngine(small_config(tmp_path)) as engine:
+        for name, wanted in (("first", None), ("second", 1)):
+            save = SaveSpec(name, LocalTarget(tmp_path / name), (1,), "float32")
+            sampling = SamplingParams(max_tokens=0, prompt_logprobs=wanted)
+            [completion] = engine.generate([EngineRequest(name, prompt, sampling, save)])
+    assert [entry.token_id for entry in completion.prompt_logprobs or () if entry is not None] == prompt[1:]
+
+
+def test_a_cached_prefix_ends_before_the_first_row_whose_logprobs_are_not_known_yet() -> None:
+    logprobs = PromptLogprobs(len(PROMPT), 0)
+    request = EngineRequest("r", PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    sequence = TokenSequence(request, 0, 2, PROMPT, {}, BlockTables(2, []), prompt_logprobs=logprobs)
+    limits = [sequence.prefix_limit]
+    for count in (4, 3, 1):
+        logprobs.extend(scored(count, 0)[2])
+        limits.append(sequence.prefix_limit)
+    assert limits == [0, 4, 7, 9]

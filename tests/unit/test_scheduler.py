@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine.saves.selection import RowSelection
+from engine.saves.selection import ALL_ROWS, RowSelection
 from engine.scheduling.prefix import PrefixFinder
 from engine.scheduling.sequence import TokenSequence
 from tests.unit.core_fakes import Bench, FakeRunner
@@ -177,6 +177,21 @@ def watch_the_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> tuple[Cloc
     return clock, told
 
 
+def test_the_pace_is_told_how_much_of_prompts_a_step_took_and_whether_text_was_beside_it() -> None:
+    bench = Bench(inter_token_seconds=1.0, budget=20)
+    told = []
+    bench.scheduler.pace.observe = lambda tokens, seconds, *, beside_text: told.append(  # type: ignore[method-assign]
+        (tokens, beside_text)
+    )
+    bench.add("a", LONG[:4], max_tokens=3)
+    bench.step()
+    bench.add("b", LONG[:6], salt="x")
+    bench.add("c", LONG[:5], salt="y")
+    bench.step()
+    bench.step()
+    assert told == [(4, False), (5, True), (5, True)]
+
+
 def test_the_scheduler_is_told_how_long_every_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(budget=20)
     _, told = watch_the_clock(monkeypatch, bench)
@@ -257,6 +272,20 @@ def test_two_long_prompts_share_steps_evenly_though_one_came_later() -> None:
         bench.step()
     assert list(bench.steps_of("first").values()) == [8] + [4] * 6
     assert list(bench.steps_of("second").values()) == [4] * 6
+    bench.run()
+    bench.check_results()
+
+
+def test_a_prompt_goes_on_under_a_stream_of_short_ones_that_would_fill_every_step() -> None:
+    bench = wide()
+    bench.add("long", LONG)
+    for i in range(6):
+        bench.step()
+        for j in range(4):
+            bench.add(f"short{i}{j}", [0, 1], salt=f"{i}{j}")
+    bench.step()
+    turns = sorted(bench.steps_of("long"))
+    assert max(later - earlier for earlier, later in pairwise([*turns, 7])) <= 2
     bench.run()
     bench.check_results()
 
@@ -412,11 +441,12 @@ def test_text_goes_on_without_pages_once_the_rows_that_are_kept_have_theirs() ->
     bench.check_results()
 
 
-def test_a_request_starved_of_pages_yields_its_kv_to_a_waiting_plain_one() -> None:
-    bench = Bench(full_blocks=20, pages=4)
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_a_request_starved_of_pages_yields_its_kv_to_a_waiting_plain_one(max_rows: int | None) -> None:
+    bench = Bench(full_blocks=20, pages=4, max_rows=max_rows)
     bench.add("starved", LONG[:12], layers=(1, 2))
-    bench.step()
-    bench.step()
+    while bench.step():
+        pass
     assert bench.running == ["starved"]
     bench.add("plain", [*LONG, 1, 1, 1], max_tokens=2, salt="x")
     for _ in range(4):
@@ -685,12 +715,29 @@ def test_who_waits_for_a_beginning_is_compared_only_once_with_the_prompt_that_co
 
 
 def test_a_prompt_does_not_wait_for_a_beginning_that_it_could_not_use() -> None:
-    bench = Bench(budget=16, full_blocks=400, sliding_blocks=400)
-    bench.add("some layers", [*LONG[:14], 1], layers=(1,))
-    bench.add("other layers", [*LONG[:14], 2], layers=(1, 2))
-    bench.add("another salt", [*LONG[:14], 3], salt="x", layers=(1,))
+    bench = wide(budget=32)
+    saves = {
+        "last row": ((1, 2), RowSelection(((-1, None),)), ""),
+        "one layer": ((2,), ALL_ROWS, ""),
+        "both": ((1, 2), ALL_ROWS, ""),
+        "deeper": ((1, 2, 3), ALL_ROWS, ""),
+        "another salt": ((2,), ALL_ROWS, "x"),
+    }
+    for number, (name, (layers, rows, salt)) in enumerate(saves.items()):
+        bench.add(name, [*LONG[:14], number], layers=layers, rows=rows, salt=salt)
     bench.step()
-    assert bench.running == ["some layers", "other layers", "another salt"]
+    bench.step()
+    assert all(bench.steps_of(name) for name in saves)
+    bench.run()
+    bench.check_results()
+
+
+def test_a_prompt_waits_for_nobody_where_the_prefix_cache_is_off() -> None:
+    bench = Bench(prefix_cache=False)
+    bench.add("first", [*LONG[:14], 1])
+    bench.add("second", [*LONG[:14], 2])
+    bench.step()
+    assert bench.steps_of("second") == {0: 15}
     bench.run()
     bench.check_results()
 
@@ -706,9 +753,23 @@ def test_a_prompt_waits_for_nobody_of_a_worse_priority() -> None:
     bench.check_results()
 
 
+def test_a_prompt_waits_for_no_text_that_is_generated() -> None:
+    bench = wide()
+    bench.add("text", [0, 1, 2], max_tokens=8)
+    for _ in range(3):
+        bench.step()
+    tokens = [0, 1, 2, *bench.tokens("text")]
+    assert len(tokens) == 6, "the next row completes a block"
+    bench.add("prompt", [*tokens, 1, 1], max_tokens=1)
+    bench.step()
+    assert bench.tokens("prompt")
+    bench.run()
+    bench.check_results()
+
+
 def test_a_prompt_waits_for_nobody_who_lacks_pages() -> None:
     bench = Bench(pages=2, budget=16)
-    bench.add("starved", LONG[:12], layers=(1,))
+    bench.add("starved", LONG[:12], layers=("norm",))
     for _ in range(3):
         bench.step()
     bench.add("plain", LONG[:13], max_tokens=2)
