@@ -95,6 +95,23 @@ def test_rows_go_to_the_writer_by_whole_blocks_as_they_are_computed() -> None:
     assert setup.referenced == 0
 
 
+def test_single_rows_go_to_the_writer_when_their_block_is_complete() -> None:
+    setup = Setup()
+    capture = setup.capture(total=10)
+    capture.start()
+    job = capture.job
+    assert isinstance(job, FakeJob)
+    handed = []
+    for position in range(10):
+        plan = capture.plan_row(position, position + 1)
+        assert plan is not None
+        assert not capture.commit(plan, Landing(landed=True))
+        handed.append([list(chunk.ranges) for chunk in job.chunks])
+    first, second, last = [(0, 4)], [(4, 8)], [(8, 10)]
+    assert handed == [[]] * 3 + [[first]] * 4 + [[first, second]] * 2 + [[first, second, last]]
+    assert setup.capture().hit_limit(20, 20) == 8, "complete blocks are offered to others"
+
+
 def test_the_last_rows_go_to_the_writer_when_they_are_computed_though_their_block_stays_a_part() -> None:
     setup = Setup()
     capture = setup.capture(total=6)
@@ -181,7 +198,7 @@ def test_rows_times_layers_of_a_chunk_are_limited() -> None:
     assert capture.limit(0, 20, 20, 40) == 20
     assert capture.limit(0, 20, 20, 13) == 6
     assert capture.limit(0, 20, 20, 1) == 0
-    assert capture.plan(0, 6, 20).num_rows == 6
+    assert [capture.plan(start, end, 20).num_rows for start, end in ((0, 6), (6, 11))] == [6, 5]
 
 
 def test_a_limit_counts_only_rows_that_are_kept() -> None:

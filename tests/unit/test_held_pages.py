@@ -137,6 +137,20 @@ def test_promised_pages_are_out_of_the_others_reach_until_the_holder_closes() ->
     assert not ring.in_use
 
 
+def test_who_has_its_pages_goes_on_though_others_lack_what_they_were_promised() -> None:
+    setup = Setup(pages=8)
+    ring, other = setup.pages(reservation=6), setup.pages()
+    ring.claim()
+    ring.take([(0, 12)])
+    other.take([(0, 4)])
+    ring.give([0], 4)  # the writer has them, and the ring is promised others in their place
+    assert setup.store.headroom(other) == -2
+    assert other.can_start(3)
+    assert not other.can_start(4)
+    assert other.reach([(1, 4)], 4) == 4
+    assert other.reach([(1, 9)], 9) == 4
+
+
 @pytest.mark.parametrize(("position", "can_start"), [(3, True), (11, True), (12, False)])
 def test_who_holds_all_that_was_promised_needs_no_page_but_for_a_new_block(position: int, can_start: bool) -> None:
     setup = Setup(pages=6)
@@ -145,6 +159,16 @@ def test_who_holds_all_that_was_promised_needs_no_page_but_for_a_new_block(posit
     ring.take([(0, 12)])
     assert setup.num_available == 0
     assert ring.can_start(position) == can_start
+
+
+def test_one_page_is_needed_for_one_layer() -> None:
+    setup = Setup(pages=3)
+    first, second = setup.pages(layers=(1,)), setup.pages(layers=(1,))
+    first.take([(0, 8)])
+    assert second.can_start(0)
+    first.take([(8, 12)])
+    assert not second.can_start(0)
+    assert first.can_start(11)
 
 
 def test_who_holds_a_part_of_what_was_promised_needs_the_rest() -> None:
@@ -170,6 +194,19 @@ def test_a_hit_takes_the_place_of_what_was_held_of_its_blocks() -> None:
     second.close()
     first.close()
     assert setup.num_available == 20
+
+
+def test_a_hit_needs_no_page_between_the_ranges() -> None:
+    setup = Setup()
+    first, second = setup.pages(), setup.pages()
+    for ranges in ([(0, 8)], [(12, 16)]):
+        first.take(ranges)
+        first.fill(ranges)
+    wanted = [(1, 6), (13, 15)]
+    assert second.hit_limit(wanted, 16) == 16
+    second.adopt(wanted)
+    assert second.num_held == 6
+    assert second.of([0, 1, 3]).tolist() == first.of([0, 1, 3]).tolist()
 
 
 def test_a_hit_stops_before_it_takes_what_was_promised_to_others() -> None:
