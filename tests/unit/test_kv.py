@@ -146,6 +146,50 @@ def test_adopted_blocks_are_shared_and_what_follows_is_private() -> None:
     kv.check_integrity()
 
 
+def test_the_tokens_that_fit_are_those_of_groups_without_a_window_where_there_are_any() -> None:
+    assert two_groups(full=20, sliding=4).num_tokens == 40
+    assert KVCache([make_group((0,), None, 2, 20), make_group((1,), None, 3, 11)]).num_tokens == 33
+    assert KVCache([make_group((0,), 5, 2, 20), make_group((1,), 7, 3, 11)]).num_tokens == 33
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_books_of_every_group_are_checked(broken: int) -> None:
+    kv = two_groups()
+    kv.check_integrity()
+    kv.groups[broken].pool._references[3] = 1
+    with pytest.raises(AssertionError):
+        kv.check_integrity()
+
+
+def test_tables_that_were_released_offer_their_blocks_again_from_the_beginning() -> None:
+    kv, names = full_only(blocks=4), chains(TOKENS, 2)
+    tables, other = kv.new_tables(2), kv.new_tables(2)
+    for _ in range(2):
+        kv.extend(tables, 0, 6)
+        kv.register(tables, names, 6)
+        kv.release(tables)
+        assert kv.hit_lengths(names, 2, 20)[0] == 6
+        kv.extend(other, 0, 8)  # evicts all
+        kv.release(other)
+        assert kv.hit_lengths(names, 2, 20)[0] == 0
+
+
+def test_keys_and_values_of_blocks_that_hold_nothing_are_poisoned() -> None:
+    kv = full_only()
+    group, tables = kv.groups[0], kv.new_tables(2)
+    assert group.keys.isnan().all()
+    assert group.values.isnan().all()
+    kv.extend(tables, 0, 8)
+    group.touch()
+    assert not group.keys.any()
+    assert not group.values.any()
+    held = tables.blocks[0].array.tolist()
+    kv.release(tables)
+    for block in range(11):
+        dead = block in held
+        assert bool(group.keys[:, block].isnan().all()) == bool(group.values[:, block].isnan().all()) == dead
+
+
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     kv = full_only(blocks=4)
     compute(kv, TOKENS, 2, 8)

@@ -1,20 +1,23 @@
 """Failing disks, cancellations and bad values: nothing is left behind, and the client hears of it exactly once."""
 
 import errno
+import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
 from engine.errors import ConfigError, EngineUnavailable, SaveError
 from engine.saves.selection import RowSelection
 from engine.saves.spec import ClientTensor, SavedFile, SaveEvent
-from engine.saves.writer import SaveEnd, SaveWriter
+from engine.saves.writer import RowChunk, SaveEnd, SaveWriter
 
 if TYPE_CHECKING:
     from tests.unit.saves.conftest import Bench, Target
@@ -421,6 +424,15 @@ def test_closing_finishes_what_was_queued_and_fails_the_rest(make_bench: "Callab
         bench.begin(bench.spec(bench.target("c")), num_rows=None, max_rows=1)
 
 
+def test_rows_that_come_after_the_writer_was_closed_are_let_go_at_once(bench: "Bench", target: "Target") -> None:
+    job = bench.begin(bench.spec(target), num_rows=None, max_rows=20)
+    bench.writer.close()
+    released: list[bool] = []
+    job.append(RowChunk([(0, 1)], np.array([0]), np.zeros((1, 2), np.int64), lambda: released.append(True)))
+    assert released == [True]
+    assert bench.writer.queue_depth == 0
+
+
 def test_one_long_save_does_not_hold_up_a_short_one(make_bench: "Callable[..., Bench]", monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make_bench(threads=1)
     gate = Gate(real_pwrite)
@@ -431,6 +443,20 @@ def test_one_long_save_does_not_hold_up_a_short_one(make_bench: "Callable[..., B
     gate.opened.set()
     bench.wait_for_end("long")
     assert [event.save_id for event in bench.events if event.status == "completed"] == ["short", "long"]
+    bench.close()
+
+
+def test_the_writer_forgets_saves_that_have_ended(make_bench: "Callable[..., Bench]") -> None:
+    bench = make_bench(threads=1)
+    known = []
+    for name in ("first", "second"):
+        job = bench.begin(bench.spec(bench.target(name), save_id=name), num_rows=None, max_rows=5)
+        bench.save_all(bench.rows(5), job)
+        bench.wait_for_end(name)
+        known.append(weakref.ref(job))
+    del job
+    gc.collect()
+    assert known[0]() is None
     bench.close()
 
 
