@@ -103,6 +103,14 @@ def test_hits_end_at_the_limit_and_where_the_tokens_part() -> None:
     assert kv.hit_lengths(chains(TOKENS[1:], 2), 2, 20) == [0]
 
 
+def test_a_hit_may_be_of_a_single_token_where_blocks_are_of_one() -> None:
+    kv, names = full_only(size=1), chains(TOKENS, 1)
+    tables = kv.new_tables(2)
+    kv.extend(tables, 0, 3)
+    kv.register(tables, names, 3)
+    assert kv.hit_lengths(names, 2, 20) == [3, 2, 1, 0]
+
+
 def test_hits_end_at_a_border_of_every_group() -> None:
     kv = two_groups()
     compute(kv, TOKENS, 2, 16)

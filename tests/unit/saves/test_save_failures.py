@@ -1,5 +1,6 @@
 """Failing disks, cancellations and bad values: nothing is left behind, and the client hears of it exactly once."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -8,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -460,7 +462,31 @@ def test_the_writer_forgets_saves_that_have_ended(make_bench: "Callable[..., Ben
     bench.close()
 
 
+def open_files(bench: "Bench") -> list[str]:
+    """Files in the folder that this process has open."""
+    paths = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            paths.append(str(descriptor.readlink()))
+    return [path for path in paths if path.startswith(f"{bench.folder}/")]
+
+
+@pytest.mark.parametrize("ending", ["completed", "failed", "cancelled"])
+def test_no_file_is_left_open_when_a_save_has_ended(bench: "Bench", target: "Target", ending: str) -> None:
+    job = bench.begin(bench.spec(target), num_rows=None, max_rows=5)
+    job.append(bench.chunk(bench.rows(5), 0))
+    assert bench.writer.wait_idle(60)
+    assert len(open_files(bench)) == 1
+    if ending == "completed":
+        job.finish(bench.end_of(5))
+    else:
+        job.cancel(SaveError("cancelled" if ending == "cancelled" else "io_error", "for a reason"))
+    assert bench.wait_for_end().status == ending
+    assert open_files(bench) == []
+
+
 def test_totals_count_every_byte_written(bench: "Bench", target: "Target") -> None:
+    assert (bench.writer.bytes_written_total, bench.writer.write_seconds_total) == (0, 0.0)
     save(bench, target)
     file = bench.wait_for_end().file
     assert isinstance(file, SavedFile)
