@@ -4,7 +4,7 @@ import hashlib
 
 from engine.saves import layout
 from engine.saves.layout import TensorEntry
-from engine.saves.selection import RowSelection, WantedRows
+from engine.saves.selection import RowSelection
 from engine.saves.spec import SaveSpec
 
 LARGEST_COUNT = 10**19
@@ -50,4 +50,7 @@ def _tail_entries(spec: SaveSpec, rows: int) -> list[TensorEntry]:
 def _most_kept(rows: RowSelection, num_rows: int) -> int:
     """A pair from an end to a beginning, such as `[-10, 5]`, keeps fewer the longer the sequence gets; any other keeps more."""
     shrinks = any(start < 0 and end is not None and end >= 0 for start, end in rows.pairs)
-    return num_rows if shrinks else WantedRows(rows, num_rows).count(0, num_rows)
+    if shrinks:
+        return num_rows
+    starts, ends = rows.spans(num_rows)
+    return int((ends - starts).sum())

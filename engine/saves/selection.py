@@ -115,8 +115,6 @@ class WantedRows:
         starts, ends = _merged(*(_settled_spans(selection) if total is None else selection.spans(total)))
         self._starts: list[int] = starts.tolist()
         self._ends: list[int] = ends.tolist()
-        self._rows_before: list[int] = [0, *np.cumsum(ends[:-1] - starts[:-1]).tolist()]
-        """Kept rows before each range."""
 
     @property
     def kept_end(self) -> int | None:
@@ -167,16 +165,6 @@ class WantedRows:
             ranges[0] = max(start, ranges[0][0]), ranges[0][1]
             ranges[-1] = ranges[-1][0], min(end, ranges[-1][1])
         return ranges
-
-    def count(self, start: int, end: int) -> int:
-        """How many rows `kept` finds."""
-        return max(0, self._count_below(end) - self._count_below(start))
-
-    def _count_below(self, position: int) -> int:
-        index = bisect_right(self._starts, position) - 1
-        if index < 0:
-            return 0
-        return self._rows_before[index] + min(position, self._ends[index]) - self._starts[index]
 
 
 def _settled_spans(selection: RowSelection) -> tuple[IntArray, IntArray]:

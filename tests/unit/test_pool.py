@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.cache.chain import HashChain
+from engine.cache.eviction import EvictionQueue
 from engine.cache.pool import NULL_BLOCK, BlockPool, IntArray
 
 TOTAL = 8
@@ -304,6 +305,20 @@ def test_blocks_are_registered_as_they_were_when_they_were_named() -> None:
     pool.register(["a"], given)
     given[:] = NULL_BLOCK
     assert pool.find(["a"]) == blocks
+
+
+def test_gaps_in_the_order_of_eviction_are_closed_only_when_there_is_no_room_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    closings: list[int] = []
+    close = EvictionQueue._close_gaps
+    monkeypatch.setattr(EvictionQueue, "_close_gaps", lambda queue: closings.append(queue.size) or close(queue))
+    pool = BlockPool(101)
+    blocks = cached(pool, [str(i) for i in range(100)])[:, 0]
+    for _ in range(10):
+        for block in blocks:
+            pool.retain(block[None])
+            pool.release(block[None])
+    assert 0 < len(closings) <= 1 + 10 * 100 // 100
+    pool.check_integrity()
 
 
 def test_a_deeper_block_takes_over_the_entry_of_a_shallow_one_that_lives_on_with_its_holder() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from engine.errors import ConfigError, EngineUnavailable, SaveError
+from engine.saves import builder
 from engine.saves.selection import RowSelection
 from engine.saves.spec import ClientTensor, SavedFile, SaveEvent
 from engine.saves.writer import RowChunk, SaveEnd, SaveWriter
@@ -462,6 +463,15 @@ def test_the_writer_forgets_saves_that_have_ended(make_bench: "Callable[..., Ben
     bench.close()
 
 
+def test_rows_that_are_larger_than_a_piece_are_written_one_by_one(
+    bench: "Bench", target: "Target", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "PIECE_BYTES", 1)
+    rows = save(bench, target)
+    assert bench.wait_for_end().status == "completed"
+    assert torch.equal(bench.read().tensors["hidden_states"], rows)
+
+
 def open_files(bench: "Bench") -> list[str]:
     """Files in the folder that this process has open."""
     paths = []
@@ -487,9 +497,12 @@ def test_no_file_is_left_open_when_a_save_has_ended(bench: "Bench", target: "Tar
 
 def test_totals_count_every_byte_written(bench: "Bench", target: "Target") -> None:
     assert (bench.writer.bytes_written_total, bench.writer.write_seconds_total) == (0, 0.0)
-    save(bench, target)
+    job = bench.begin(bench.spec(target), num_rows=None, max_rows=20)
+    assert (job.bytes_written, job.builder.write_seconds) == (0, 0.0)
+    bench.save_all(bench.rows(20), job)
     file = bench.wait_for_end().file
     assert isinstance(file, SavedFile)
+    assert job.bytes_written == file.bytes
     assert bench.writer.bytes_written_total == file.bytes
     assert bench.writer.write_seconds_total > 0
     assert bench.writer.queue_depth == 0

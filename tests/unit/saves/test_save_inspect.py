@@ -101,6 +101,8 @@ def test_every_broken_promise_is_found(good: Path, bench: "Bench", expected: str
         ((22).to_bytes(8, "little") + b'{"__metadata__":{"a":1', "not JSON"),
         ((24).to_bytes(8, "little") + b'{"__metadata__":{"a":1}}', "not an object of strings"),
         ((55).to_bytes(8, "little") + b'{"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}' + b" ", "not expected"),
+        ((55).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', "not expected"),
+        ((55).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[-1,3]}}', "not expected"),
     ],
 )
 def test_what_is_no_safetensors_file_is_said_to_be_none(tmp_path: Path, data: bytes, expected: str) -> None:

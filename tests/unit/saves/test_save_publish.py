@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from engine.errors import ConfigError, SaveError
-from engine.saves import libc
-from engine.saves.file import WRITE_BACK_BYTES
-from engine.saves.publish import PublishMethod, probe_publishing, publish_file
+from engine.saves import file, libc
+from engine.saves.file import WRITE_BACK_BYTES, PartFile
+from engine.saves.patience import Patience
+from engine.saves.publish import REMOVE_ATTEMPTS, PublishMethod, probe_publishing, publish_file, remove_if_present
 
 if TYPE_CHECKING:
     from tests.unit.saves.conftest import Bench
@@ -202,3 +203,62 @@ def test_targets_hear_of_the_file_before_the_event(bench: "Bench") -> None:
     bench.save_all(bench.rows(5), bench.begin(bench.spec(target), num_rows=5, max_rows=5))
     bench.wait_for_end()
     assert heard == [0]
+
+
+@pytest.mark.parametrize(
+    ("number", "failures", "attempts", "gone"),
+    [
+        (errno.EIO, REMOVE_ATTEMPTS - 1, REMOVE_ATTEMPTS, True),
+        (errno.EINTR, 1, 2, True),
+        (errno.EIO, REMOVE_ATTEMPTS, REMOVE_ATTEMPTS, False),
+        (errno.EACCES, 1, 1, False),
+    ],
+)
+def test_a_file_that_cannot_be_removed_for_a_moment_is_tried_again(
+    directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, failures: int, attempts: int, gone: bool
+) -> None:
+    (tmp_path / "a").touch()
+    unlink, calls = os.unlink, list[str]()
+
+    def fail_at_first(name: str, *, dir_fd: int) -> None:
+        calls.append(name)
+        if len(calls) <= failures:
+            raise OSError(number, os.strerror(number))
+        unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", fail_at_first)
+    if gone:
+        remove_if_present(directory, "a")
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            remove_if_present(directory, "a")
+    assert (len(calls), (tmp_path / "a").exists()) == (attempts, not gone)
+
+
+def test_removing_what_is_not_there_is_no_error(directory: int) -> None:
+    remove_if_present(directory, "a")
+
+
+def test_a_file_that_others_take_away_whenever_it_is_made_is_an_error_in_the_end(
+    directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(file, "names_file", lambda _directory, name, _fd: bool(names.append(name)))
+    with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
+        PartFile.create(directory, ".a.part", 0o022, Patience(0.0), write_back=False)
+    assert names == [".a.part"] * file.CREATE_ATTEMPTS
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_was_discarded_is_closed_once(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = PartFile.create(directory, ".a.part", 0o022, Patience(0.0), write_back=False)
+    closed: list[int] = []
+    monkeypatch.setattr(os, "close", closed.append)
+    opened = part.fd
+    part.discard()
+    part.discard()
+    part.close()
+    monkeypatch.undo()
+    os.close(opened)
+    assert closed == [opened]
+    assert list(tmp_path.iterdir()) == []
