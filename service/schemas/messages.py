@@ -12,6 +12,10 @@ from service.wire import Json
 
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
+TEXT_FIELDS: Mapping[object, str] = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The field of a part that holds its text, by the part's type. Other types are not text."""
+SILENT_ROLES = ("assistant", "function")
+"""Roles whose messages may have no content, by OpenAI's API: an assistant may only have called tools."""
 RESERVED_ARGUMENTS = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"})
 
 
@@ -40,6 +44,8 @@ def _check_message(message: Json, param: str) -> None:
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"{param}.role must be a string that is not empty, got {shown(role)}", f"{param}.role")
     _check_content(message.get("content"), role, f"{param}.content")
+    if not isinstance(message.get("refusal"), str | None):
+        raise InvalidRequest(f"{param}.refusal must be a string, got {shown(message['refusal'])}", f"{param}.refusal")
     if message.get("tool_calls") is not None:
         for index, call in enumerate(_objects(message["tool_calls"], f"{param}.tool_calls", MAX_TOOLS)):
             _check_function(call, f"{param}.tool_calls[{index}]")
@@ -50,8 +56,8 @@ def _check_content(content: object, role: str, param: str) -> None:
         for index, part in enumerate(content):
             _check_part(part, f"{param}[{index}]")
     elif content is None:
-        # An assistant may only have called tools. Anybody else has something to say, and a misspelt field must not swallow it.
-        if role != "assistant":
+        # Anybody else has something to say, and a misspelt field must not swallow it.
+        if role not in SILENT_ROLES:
             raise InvalidRequest(f"{param} is missing", param)
     elif not isinstance(content, str):
         raise InvalidRequest(f"{param} must be a string or a list of parts, got {shown(content)}", param)
@@ -60,14 +66,17 @@ def _check_content(content: object, role: str, param: str) -> None:
 def _check_part(part: object, param: str) -> None:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{param} must be an object, got {shown(part)}", param)
-    if part.get("type") != "text":
-        raise InvalidRequest(f'{param}.type must be "text": no other part is supported, got {shown(part.get("type"))}', f"{param}.type")
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"{param}.text must be a string, got {shown(part.get('text'))}", f"{param}.text")
+    kind = part.get("type")
+    name = TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+    if name is None:
+        known = ", ".join(f'"{text_type}"' for text_type in TEXT_FIELDS)
+        raise InvalidRequest(f"{param}.type must be one of {known}: no other part is supported, got {shown(kind)}", f"{param}.type")
+    if not isinstance(part.get(name), str):
+        raise InvalidRequest(f"{param}.{name} must be a string, got {shown(part.get(name))}", f"{param}.{name}")
 
 
 def _check_function(item: Json, param: str) -> None:
-    if item.get("type", "function") != "function":
+    if item.get("type") not in (None, "function"):
         raise InvalidRequest(f'{param}.type must be "function", got {shown(item["type"])}', f"{param}.type")
     function = item.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -99,15 +108,15 @@ def _arguments(value: object) -> Json:
 
 _PART_SCHEMA = {
     "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type"],
+    "properties": {"type": {"enum": list(TEXT_FIELDS)}, "text": {"type": "string"}, "refusal": {"type": "string"}},
 }
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}
 _FUNCTION_SCHEMA = {
     "type": "object",
     "required": ["function"],
     "properties": {
-        "type": {"const": "function"},
+        "type": {"enum": ["function", None]},
         "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
     },
 }
@@ -117,6 +126,7 @@ _MESSAGE_SCHEMA: Json = {
     "properties": {
         "role": {"type": "string", "minLength": 1},
         "content": _CONTENT_SCHEMA,
+        "refusal": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "tool_calls": {"anyOf": [{"type": "array", "maxItems": MAX_TOOLS, "items": _FUNCTION_SCHEMA}, {"type": "null"}]},
     },
 }

@@ -2,22 +2,27 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinja2 import Template, TemplateError
+from jinja2.exceptions import SecurityError
 
 from engine.errors import InvalidRequest, ModelError
+from service.text.message_fields import (
+    Json,
+    message_with_defaults,
+    normalized_message,
+    normalized_tool,
+    tool_with_defaults,
+)
+from service.text.template_probes import TemplateProbes
 from service.text.template_sandbox import TemplateSandbox
 from service.wire import Json
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 LONGEST_MESSAGE = 500
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which clients send what a model has thought; templates read the first one, some the second."""
-PROBE = "probe-7f3a"
 
 
 @dataclass(frozen=True)
@@ -45,18 +50,29 @@ class ChatTemplate:
             self._template: Template = sandbox.from_string(source)
         except TemplateError as error:
             raise ModelError(f"the chat template is not valid: {error}") from error
+        self._probes = TemplateProbes(source, lambda messages, tools: self._render(messages, Conversation(messages, tools)))
 
     def render(self, conversation: Conversation) -> str:
         """The text of the prompt. Raises `InvalidRequest` with the template's own words where it refuses the messages."""
+        refusal: Exception | None = None
+        for reading in _readings(conversation):
+            try:
+                return self._attempt(reading)
+            except InvalidRequest:
+                raise
+            except Exception as error:  # whatever a template does with what a client sent
+                refusal = error
+                if isinstance(error, SecurityError):
+                    break
+        assert refusal is not None
+        raise InvalidRequest(f"the chat template refuses the messages: {_words(refusal)}", "messages") from refusal
+
+    def _attempt(self, conversation: Conversation) -> str:
+        """Raises whatever the template raises."""
         messages = [self._fitted(message) for message in conversation.messages]
-        try:
-            if conversation.continue_final_message:
-                return self._render_open(messages, conversation)
-            return self._render(messages, conversation)
-        except InvalidRequest:
-            raise
-        except Exception as error:  # whatever a template does with what a client sent
-            raise InvalidRequest(f"the chat template refuses the messages: {_words(error)}", "messages") from error
+        if conversation.continue_final_message:
+            return self._render_open(messages, conversation)
+        return self._render(messages, conversation)
 
     def _render(self, messages: Sequence[Json], conversation: Conversation) -> str:
         variables = {
@@ -89,44 +105,22 @@ class ChatTemplate:
         return rendered[:place] if rendered.startswith(mark, place) else rendered[:place].rstrip()
 
     def _fitted(self, message: Json) -> Json:
-        """A message as this template takes it. Fields that are null are left out, as transformers does."""
-        fitted = {name: value for name, value in message.items() if value is not None}
-        fitted = _with_reasoning(fitted)
-        content = fitted.get("content")
-        if isinstance(content, list) and not self._takes_parts:
-            fitted["content"] = "\n".join(part["text"] for part in content)
-        elif isinstance(content, str) and self._takes_parts and not self._takes_text:
-            fitted["content"] = [{"type": "text", "text": content}]
-        if "tool_calls" in fitted and self._takes_objects:
-            fitted["tool_calls"] = [_with_arguments(call) for call in fitted["tool_calls"]]
+        """A message in the forms that this template takes."""
+        fitted = dict(message)
+        if "content" in message:
+            fitted["content"] = self._fitted_content(message["role"], message["content"])
+        if "tool_calls" in message and self._probes.takes_objects:
+            fitted["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
         return fitted
 
-    @cached_property
-    def _takes_text(self) -> bool:
-        return PROBE in self._probed({"role": "user", "content": PROBE})
-
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether the template writes the text of a part, and not the part as Python shows it."""
-        text = self._probed({"role": "user", "content": [{"type": "text", "text": PROBE}]})
-        return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
-
-    @cached_property
-    def _takes_objects(self) -> bool:
-        """Whether arguments of tool calls may be objects. Most templates write those as JSON; a few only take text."""
-
-        def fails(arguments: object) -> bool:
-            call = {"id": PROBE, "type": "function", "function": {"name": PROBE, "arguments": arguments}}
-            return not self._probed({"role": "user", "content": PROBE}, {"role": "assistant", "content": "", "tool_calls": [call]})
-
-        return not fails({}) or fails("{}")
-
-    def _probed(self, *messages: Json) -> str:
-        """What the template makes of messages; nothing where it refuses them."""
-        try:
-            return self._render(messages, Conversation(messages))
-        except Exception:  # whatever a template does with messages that it wasn't made for
-            return ""
+    def _fitted_content(self, role: str, content: str | list[Json]) -> str | list[Json]:
+        if isinstance(content, list):
+            if self._probes.takes_parts(role):
+                return content
+            content = "\n".join(part["text"] for part in content)
+        if self._probes.takes_text(role) or not self._probes.takes_one_part(role):
+            return content
+        return [{"type": "text", "text": content}]
 
 
 class ChatTemplates:
@@ -155,9 +149,18 @@ def _words(error: Exception) -> str:
     return text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
 
 
-def _with_reasoning(message: Json) -> Json:
-    reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+def _readings(conversation: Conversation) -> Iterator[Conversation]:
+    """The conversation with nothing that is null or empty; then, for a template that fails without, with what that means."""
+    messages = [normalized_message(message) for message in conversation.messages]
+    tools = [normalized_tool(tool) for tool in conversation.tools]
+    plain = replace(conversation, messages=messages, tools=tools)
+    with_content = replace(plain, messages=[message_with_defaults(message) for message in messages])
+    with_tools = replace(with_content, tools=[tool_with_defaults(tool) for tool in tools])
+    yield plain
+    if with_content != plain:
+        yield with_content
+    if with_tools != with_content:
+        yield with_tools
 
 
 def _with_arguments(call: Json) -> Json:
@@ -166,7 +169,7 @@ def _with_arguments(call: Json) -> Json:
     if not isinstance(arguments, str):
         return call
     try:
-        parsed = json.loads(arguments) if arguments.strip() else {}
+        parsed = json.loads(arguments)
     except ValueError:
         return call
     return {**call, "function": {**call["function"], "arguments": parsed}} if isinstance(parsed, dict) else call

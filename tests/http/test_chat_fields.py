@@ -24,8 +24,15 @@ LAYERS = [1, 6]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
+NULL_TOOL = {**TOOL, "function": {"name": "f", "description": None, "parameters": {"type": "object", "properties": {}}, "strict": None}}
+
+
 def part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
+
+
+def said(content: object, **fields: object) -> dict[str, object]:
+    return {"role": "assistant", "content": content, **fields}
 
 
 def byte_ids(service: Service, text: str) -> list[int]:
@@ -81,12 +88,19 @@ def test_messages_are_run_as_the_template_writes_them(service: Service) -> None:
         ({"messages": [*HI, {"role": "assistant", "content": "Good d"}], "continue_final_message": True}, "[user]Hi;[assistant]Good d"),
         ({"messages": [{"role": "system", "content": "S"}, *HI]}, "[system]S;[user]Hi;[assistant]"),
         ({"messages": [{"role": "user", "content": [part("a"), part("b")]}]}, "[user]a\nb;[assistant]"),
+        ({"messages": [{"role": "tool", "content": [{"type": "input_text", "text": "a"}, part("b")]}]}, "[tool]a\nb;[assistant]"),
+        ({"messages": [said([{"type": "refusal", "refusal": "No."}])]}, "[assistant]No.;[assistant]"),
+        ({"messages": [said(None, refusal="No.")]}, "[assistant]No.;[assistant]"),
+        ({"messages": [said("A", refusal=None, tool_calls=[])]}, "[assistant]A;[assistant]"),
+        ({"messages": [*HI, {"role": "function", "name": "f", "content": None}]}, "[user]Hi;[function];[assistant]"),
         ({"messages": [*HI, {"role": "assistant", "content": None}]}, "[user]Hi;[assistant];[assistant]"),
         ({"messages": [*HI, {"role": "assistant"}]}, "[user]Hi;[assistant];[assistant]"),
         ({"tools": []}, "[user]Hi;[assistant]"),
         ({"reasoning_effort": "low"}, "(low)[user]Hi;[assistant]"),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "(low)[user]Hi;[assistant]"),
         ({"reasoning_effort": None, "chat_template_kwargs": {"reasoning_effort": "high"}}, "(high)[user]Hi;[assistant]"),
+        ({"tools": None, "documents": None, "chat_template_kwargs": None}, "[user]Hi;[assistant]"),
+        ({"tools": [NULL_TOOL]}, f"<{json.dumps([TOOL])}>[user]Hi;[assistant]"),
         ({"tools": [TOOL]}, f"<{json.dumps([TOOL])}>[user]Hi;[assistant]"),
         ({"messages": [{"role": "user", "content": "<s>é🤷"}]}, None),
     ],
@@ -275,6 +289,9 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": [part("x"), {"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[1].type"),
     ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
+    ([{"role": "user", "content": [{"type": ["text"], "text": "x"}]}], "messages[0].content[0].type"),
+    ([{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}], "messages[0].content[0].refusal"),
+    ([{"role": "assistant", "content": None, "refusal": ["x"]}], "messages[0].refusal"),
     ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0].type"),
     ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function"),
     ([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -154,9 +155,14 @@ def rendered(templates: ChatTemplates, conversation: Json) -> str:
         return REFUSED
 
 
+def with_empty_content(conversation: Json) -> Json:
+    messages = [{**message, "content": ""} if message.get("content") is None else message for message in conversation["messages"]]
+    return {**conversation, "messages": messages}
+
+
 def with_parts(conversation: Json) -> Json:
     messages = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") is not None else message
+        {**message, "content": [{"type": "text", "text": message["content"]}]} if isinstance(message.get("content"), str) else message
         for message in conversation["messages"]
     ]
     return {**conversation, "messages": messages}
@@ -168,6 +174,13 @@ def with_text_arguments(conversation: Json) -> Json:
         for made in message.get("tool_calls") or []:
             made["function"]["arguments"] = json.dumps(made["function"]["arguments"])
     return changed
+
+
+def reading(reference: Any, source: str, conversation: Json, only_parts: bool = False) -> str:  # noqa: ANN401 - as above
+    """What transformers makes of it, with empty content where the template fails without."""
+    texts = [conversation, with_empty_content(conversation)]
+    answers = [expected(reference, source, with_parts(text) if only_parts else text) for text in texts]
+    return next((answer for answer in answers if answer != REFUSED), REFUSED)
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -182,7 +195,7 @@ def test_every_template_renders_as_in_transformers(
     assert len(only_parts) < 10
     conversation, answered = CONVERSATIONS[name], 0
     for template, source in sources.items():
-        theirs = expected(reference, source, with_parts(conversation) if template in only_parts else conversation)
+        theirs = reading(reference, source, conversation, template in only_parts)
         assert rendered(templates[template], conversation) == theirs, template
         answered += theirs != REFUSED
     assert answered > 0
@@ -198,29 +211,92 @@ def test_arguments_as_json_text_are_those_as_an_object(
 ) -> None:
     as_text = with_text_arguments(CONVERSATIONS[name])
     for template in sources.keys() - only_parts:
-        theirs = expected(reference, sources[template], CONVERSATIONS[name])
+        theirs = reading(reference, sources[template], CONVERSATIONS[name])
         if theirs == REFUSED:  # a template that writes the text itself
-            theirs = expected(reference, sources[template], as_text)
+            theirs = reading(reference, sources[template], as_text)
         assert rendered(templates[template], as_text) == theirs, template
 
 
-def test_parts_are_joined_where_a_template_takes_only_text(
-    sources: dict[str, str], templates: dict[str, ChatTemplates], reference: PreTrainedTokenizerFast
+CALLING: Json = {"role": "assistant", "content": "", "tool_calls": [call({"place": "Bern"})]}
+RESULT: Json = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "rain"}
+BY_ROLE: dict[str, Json] = {
+    "system": {"messages": [SYSTEM, USER]},
+    "developer": {"messages": [{"role": "developer", "content": "Be kind."}, USER]},
+    "user": {"messages": [USER]},
+    "user with tools": {"messages": [USER], "tools": [WEATHER]},
+    "assistant": {"messages": [USER, ANSWER, USER]},
+    "assistant that calls": {"messages": [USER, {**CALLING, "content": "Let me look."}, RESULT], "tools": [WEATHER]},
+    "tool": {"messages": [USER, CALLING, RESULT]},
+    "tool with tools": {"messages": [SYSTEM, USER, CALLING, RESULT], "tools": [WEATHER]},
+}
+
+
+@pytest.mark.parametrize("name", BY_ROLE)
+def test_parts_are_text_in_messages_of_every_role(
+    name: str, sources: dict[str, str], templates: dict[str, ChatTemplates], reference: PreTrainedTokenizerFast
 ) -> None:
-    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]}
-    joined = {"messages": [{"role": "user", "content": "one\ntwo"}]}
+    """They stay parts, as transformers has them, or are joined to one text: never Python's or JSON's way to show them."""
+    conversation, role, answered = BY_ROLE[name], name.split()[0], 0
+
+    def with_content(content: object) -> Json:
+        messages = [{**message, "content": content} if message["role"] == role else message for message in conversation["messages"]]
+        return {**conversation, "messages": messages}
+
+    parts = with_content([{"type": "text", "text": "first-7"}, {"type": "text", "text": "second-8"}])
+    joined = with_content("first-7\nsecond-8")
     for template, source in sources.items():
         ours = rendered(templates[template], parts)
-        assert ours in (expected(reference, source, joined), expected(reference, source, parts)), template
-        assert "one" in ours, template
-        assert "'type'" not in ours, template
+        as_text = rendered(templates[template], joined)
+        assert ours in (as_text, expected(reference, source, parts), expected(reference, source, with_parts(parts))), template
+        if "first-7" in as_text:
+            assert "second-8" in ours, template
+            assert not re.search(r"""['"]text['"]\s*:\s*['"]first-7""", ours), template
+            answered += 1
+    assert answered > 10
+
+
+ABSENT: dict[str, tuple[Json, Json]] = {
+    "no calls": ({**ANSWER, "tool_calls": []}, ANSWER),
+    "null fields": ({**ANSWER, "refusal": None, "audio": None, "function_call": None, "tool_calls": None, "annotations": []}, ANSWER),
+    "no name": ({**USER, "name": ""}, USER),
+    "calls and null": ({**CALLING, "content": None}, {**CALLING, "content": ""}),
+    "calls and no parts": ({**CALLING, "content": []}, {**CALLING, "content": ""}),
+    "calls and nothing": ({name: value for name, value in CALLING.items() if name != "content"}, CALLING),
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_null_or_empty_is_as_if_it_were_absent(name: str, sources: dict[str, str], templates: dict[str, ChatTemplates]) -> None:
+    given, plain = ABSENT[name]
+    after = [RESULT] if plain == CALLING or name.startswith("calls") else [USER]
+    before = [] if plain["role"] == "user" else [USER]
+    answered = 0
+    for template in sources:
+        ours = rendered(templates[template], {"messages": [*before, given, *after]})
+        theirs = rendered(templates[template], {"messages": [*before, plain, *after]})
+        absent = rendered(templates[template], {"messages": [*before, {k: v for k, v in given.items() if v not in (None, [])}, *after]})
+        assert ours == absent, template
+        assert (ours == REFUSED) == (theirs == REFUSED), template
+        if not name.startswith("calls"):
+            assert ours == theirs, template
+        answered += ours != REFUSED
+    assert answered > 30
+
+
+def test_what_a_tool_leaves_open_may_be_null(sources: dict[str, str], templates: dict[str, ChatTemplates]) -> None:
+    bare: Json = {"type": "function", "function": {"name": "weather"}}
+    nulls: Json = {"type": "function", "function": {"name": "weather", "description": None, "parameters": None, "strict": None}}
+    for template in sources:
+        theirs = rendered(templates[template], {"messages": [USER], "tools": [bare]})
+        assert rendered(templates[template], {"messages": [USER], "tools": [nulls]}) == theirs, template
+        assert (theirs == REFUSED) == (rendered(templates[template], {"messages": [USER], "tools": [WEATHER]}) == REFUSED), template
 
 
 def test_the_default_model_gives_the_tokens_of_transformers(smollm2_folder: Path) -> None:
     tokenizer, theirs = Tokenizer.from_folder(smollm2_folder), AutoTokenizer.from_pretrained(smollm2_folder)
     templates = ChatTemplates(tokenizer.chat_templates, tokenizer.special_tokens)
     for conversation in CONVERSATIONS.values():
-        text = expected(theirs, theirs.chat_template, conversation)
+        text = reading(theirs, theirs.chat_template, conversation)
         assert rendered(templates, conversation) == text
         if text != REFUSED:
             assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)

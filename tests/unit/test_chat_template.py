@@ -159,6 +159,97 @@ def test_parts_stay_parts_where_a_template_takes_them() -> None:
     assert render(f"{{% for m in messages %}}{loop}{{% endfor %}}") == "<Hi>"
 
 
+def parts(role: str, *texts: str) -> Json:
+    return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
+CALLING: Json = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("shown", ["m.content", "m.content | string | trim", "m.content | tojson", "'%s' % m.content"])
+def test_parts_are_joined_in_the_roles_where_a_template_would_show_them_as_data(role: str, shown: str) -> None:
+    loop = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}"
+    source = f"{{% for m in messages %}}{{% if m.role == '{role}' %}}{{{{ {shown} }}}}{{% else %}}{loop}{{% endif %}};{{% endfor %}}"
+    texts = [parts(other, "a", "b") for other in ROLES if other != role]
+    expected = '"a\\nb"' if "tojson" in shown else "a\nb"
+    assert render(source, *texts, parts(role, "a", "b")) == "<a><b>;" * len(texts) + f"{expected};"
+
+
+def test_parts_are_joined_where_a_template_would_write_only_the_first() -> None:
+    source = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }};{% endfor %}"
+    assert render(source, parts("user", "a", "b")) == "a\nb;"
+    only_first_part = "{% for m in messages %}{{ m.content[0].text }};{% endfor %}"
+    assert render(only_first_part, parts("user", "a", "b")) == "a\nb;"
+
+
+def test_parts_are_joined_where_only_conversations_with_tools_show_them_as_data() -> None:
+    loop = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}"
+    source = f"{{% for m in messages %}}{{% if tools %}}{{{{ m.content }}}}{{% else %}}{loop}{{% endif %}};{{% endfor %}}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert render(source, parts("system", "a", "b"), HI, tools=tools) == "a\nb;Hi;"
+
+
+def test_parts_of_other_types_are_texts() -> None:
+    content = [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}, {"type": "output_text", "text": "c", "x": None}]
+    assert render("{{ messages[0].content }}", {"role": "user", "content": content}) == "a\nb\nc"
+    whole = "{% for p in messages[0].content %}{{ p.text if p.text is defined and p | length == 2 else p }}{% endfor %}"
+    assert render(whole, {"role": "user", "content": content}) == "abc"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+def test_content_is_empty_where_a_template_fails_without(content: Json) -> None:
+    needs = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }};{% endfor %}"
+    assert render(needs, HI, {**CALLING, **content}, HI) == "user:Hi;assistant:;user:Hi;"
+    asks = "{% for m in messages %}{{ m.content is defined }};{% endfor %}"
+    assert render(asks, HI, {**CALLING, **content}) == "True;False;"
+    only_parts = "{% for m in messages %}{{ m.role + ':' + m.content[0].text }};{% endfor %}"
+    assert render(only_parts, HI, {**CALLING, **content}) == "user:Hi;assistant:;"
+
+
+@pytest.mark.parametrize(
+    "empty", [{"tool_calls": []}, {"tool_calls": None}, {"name": ""}, {"annotations": []}, {"refusal": None}, {"function_call": {}}]
+)
+def test_empty_fields_are_absent(empty: Json) -> None:
+    name = next(iter(empty))
+    answer = {"role": "assistant", "content": "x"}
+    assert render(f"{{{{ messages[0].{name} is defined }}}}{{{{ messages[0].content }}}}", {**answer, **empty}) == "Falsex"
+
+
+def test_a_refusal_is_what_was_said() -> None:
+    assert render(PLAIN, {"role": "assistant", "content": None, "refusal": "No."}) == "<s>[assistant]No.;[model]"
+    assert render(PLAIN, {"role": "assistant", "content": "x", "refusal": "No."}) == "<s>[assistant]x;[model]"
+
+
+def test_what_a_tool_leaves_open_is_given_where_a_template_fails_without() -> None:
+    tool: Json = {"type": "function", "function": {"name": "f", "description": None, "strict": None, "parameters": None}}
+    assert render("{{ tools | tojson }}", tools=[tool]) == '[{"type": "function", "function": {"name": "f"}}]'
+    needs = "{% for t in tools %}{{ t.function.name + t.function.description }}{{ t.function.parameters | tojson }}{% endfor %}"
+    assert render(needs, tools=[tool]) == 'f{"type": "object", "properties": {}}'
+    null_default = {"type": "object", "properties": {"a": {"default": None}}}
+    kept: Json = {"type": "function", "function": {"name": "f", "parameters": null_default}}
+    assert '"default": null' in render("{{ tools | tojson }}", tools=[kept])
+
+
+def test_a_refusal_has_the_words_that_remain_once_content_is_given() -> None:
+    assert refusal("{{ raise_exception('no') }}", HI).endswith(": no")
+    needs = "{% for m in messages %}{{ m['content'] + '' }}{% endfor %}{{ raise_exception('no') }}"
+    assert refusal(needs, HI, {"role": "assistant"}).endswith(": no")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": " "}])
+def test_a_call_without_arguments_has_none(arguments: Json) -> None:
+    message: Json = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", **arguments}}]}
+    call = "messages[0].tool_calls[0]"
+    assert render(f"{{{{ {call}.function.arguments | tojson }}}}", message) == "{}"
+    assert (
+        render("{% for m in messages %}{% for c in m.tool_calls %}{{ 'x' + c.function.arguments }}{% endfor %}{% endfor %}", message)
+        == "x{}"
+    )
+    assert render(f"{{{{ {call}['type'] + {call}.function.name }}}}", message) == "functionf"
+
+
 def test_arguments_of_calls_are_objects_unless_a_template_needs_text() -> None:
     def message(arguments: object) -> Json:
         return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}]}
