@@ -6,6 +6,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from jinja2.exceptions import SecurityError
+
 Json = dict[str, Any]
 Render = Callable[[Sequence[Json], Sequence[Json]], str]
 """Messages and tools to text; raises whatever the template raises."""
@@ -32,6 +34,7 @@ class TemplateProbes:
         self._render = render
         self._named = frozenset(re.findall(r"['\"](\w+)['\"]", source))
         self._takes: dict[tuple[str, str], bool] = {}
+        self._endless = False
 
     def takes_text(self, role: str) -> bool:
         """Whether content that is a string is written in messages of the role."""
@@ -98,8 +101,13 @@ class TemplateProbes:
 
     def _probed(self, messages: Sequence[Json], tools: Sequence[Json]) -> str:
         """What the template makes of messages; nothing where it refuses them."""
+        if self._endless:
+            return ""
         try:
             return self._render(messages, tools)
+        except SecurityError:  # it has taken all the time that a rendering may take, which must not happen once for each question
+            self._endless = True
+            return ""
         except Exception:  # whatever a template does with messages that it wasn't made for
             return ""
 

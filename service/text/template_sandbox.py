@@ -1,65 +1,34 @@
 """Where chat templates run: jinja2's sandbox, set up as transformers does, with bounds on what one rendering may take.
 
 A template comes with a model and is not the client's, but what it does depends on what the client sends. So it can't reach files or
-Python's internals, and it ends: see `Bounds`.
+Python's internals, and it ends: see `Bounds`. All that makes a value goes through the `Meter` of the rendering: operators, literals,
+filters, calls, and blocks of text (`_BoundedCode` has the compiled template do so where jinja2 has no hook for it).
 """
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial, wraps
+from pprint import PrettyPrinter
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-CHECK_EVERY = 256
-"""Steps between two looks at the clock."""
-LARGEST_NUMBER = 10**18
-"""Of what `**` makes and of what is passed to calls that can make something of any size."""
+from service.text.template_bounds import CHECK_EVERY, Bounds, Buffer, Meter
+from service.text.template_growth import FILTERS, METHODS, operation_size, power
 
-
-@dataclass(frozen=True)
-class Bounds:
-    """What one rendering may take. Loops over numbers are bounded by jinja2 itself (100,000 steps)."""
-
-    cpu_seconds: float = 10.0
-    """Of the rendering thread, so that a busy machine fails no request."""
-    characters: int = 2**24
-    """Of the result, and of any text that the template puts together on the way."""
-
-
-class _Meter:
-    """Counts what one rendering takes."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-        self._end = time.thread_time() + bounds.cpu_seconds
-        self._steps = 0
-        self._written = 0
-
-    def step(self, cost: int = 1) -> None:
-        self._steps += cost
-        if self._steps < CHECK_EVERY:
-            return
-        self._steps = 0
-        if time.thread_time() > self._end:
-            raise SecurityError(f"rendering takes more than {self._bounds.cpu_seconds:g} seconds")
-
-    def write(self, text: str) -> None:
-        self._written += len(text)
-        self.check_size(self._written)
-
-    def check_size(self, characters: int) -> None:
-        if characters > self._bounds.characters:
-            raise SecurityError(f"the text is longer than {self._bounds.characters} characters")
+DEEPEST = 1000
+"""How deep containers can be nested and still be written out, by Python's limit on recursion."""
+LONGEST_DATE_PATTERN = 1000
 
 
 class _GenerationBlocks(Extension):
@@ -93,6 +62,10 @@ class _Namespace(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        # What it holds can be changed, so its size can't be known beforehand.
+        return "<Namespace>"
+
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
@@ -109,120 +82,177 @@ class _DictMaker:
         return dict.fromkeys(*args)
 
 
+class _BoundedCode(CodeGenerator):
+    """Code that counts each block that it enters, and checks what literals, `~` and blocks of text make."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        self.writeline("environment.step()")
+        super().blockvisit(nodes, frame)
+
+    def buffer(self, frame: Frame) -> None:
+        frame.buffer = self.temporary_identifier()
+        self.writeline(f"{frame.buffer} = environment.new_buffer()")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - as jinja2 names it
+        self._checked(super().visit_Concat, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self._checked(super().visit_Dict, node, frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        self._checked(super().visit_List, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        if node.ctx == "load":
+            self._checked(super().visit_Tuple, node, frame)
+        else:  # what is assigned to
+            super().visit_Tuple(node, frame)
+
+    def _checked(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.checked(")
+        visit(node, frame)
+        self.write(")")
+
+
 class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Compiles chat templates and renders them within bounds. Safe to use from several threads."""
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    code_generator_class = _BoundedCode
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
         self._bounds = bounds or Bounds()
-        self._meter: ContextVar[_Meter | None] = ContextVar("meter", default=None)
-        self.filters["tojson"] = _to_json
-        self.filters |= {name: self._sized(self.filters[name]) for name in ("batch", "center", "format", "indent", "slice")}
+        self._meter: ContextVar[Meter | None] = ContextVar("meter", default=None)
+        self.filters |= {"tojson": self._to_json, "pprint": self._pretty, "sum": self._sum}
+        self.filters = {name: self._bounded_filter(name, function) for name, function in self.filters.items()}
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
             "dict": _DictMaker(),
             "namespace": _Namespace,
         }
+        del self.globals["lipsum"]  # text of any length, out of nothing
 
     def render(self, template: Template, variables: Mapping[str, Any]) -> str:
         """Raises whatever the template raises, and jinja2's `SecurityError` where it goes out of bounds."""
-        meter = _Meter(self._bounds)
+        meter = Meter(self._bounds)
         token = self._meter.set(meter)
         try:
-            return "".join(_metered(template.generate(dict(variables)), meter))
+            return self.concat(template.generate(dict(variables)))
         finally:
             self._meter.reset(token)
 
+    @property
+    def meter(self) -> Meter:
+        """That of the rendering; one of its own for each constant that is evaluated while a template is compiled."""
+        return self._meter.get() or Meter(self._bounds)
+
+    def step(self) -> None:
+        self.meter.step()
+
+    def checked(self, value: Any) -> Any:  # noqa: ANN401 - any value
+        return self.meter.checked(value)
+
+    def new_buffer(self) -> Buffer:
+        return Buffer(self.meter)
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        if isinstance(pieces, Buffer):
+            return "".join(pieces)
+        buffer = self.new_buffer()
+        buffer.extend(pieces)
+        return "".join(buffer)
+
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - any value
-        self._step()
+        self.step()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - any value
-        self._step()
+        self.step()
         return super().getitem(obj, argument)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, N805 - as jinja2 declares it
-        __self._step(CHECK_EVERY)  # `range` is one call, and many rounds of a loop
-        if isinstance(getattr(__obj, "__self__", None), str):
-            __self._check_numbers(args)
-        return super().call(__context, __obj, *args, **kwargs)
+        meter = __self.meter
+        meter.step(CHECK_EVERY)  # `range` is one call, and many rounds of a loop
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps `format`
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str | bytes | int) and method.__name__ in METHODS:
+            args = tuple(_listed(args))
+            meter.check(METHODS[method.__name__](meter.size, owner, *args, **kwargs))
+        elif isinstance(__obj, Macro):
+            meter.checked((args, kwargs))  # which it has as one value each
+        return meter.checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - any value
-        self._step()
+        return self._operated(operator, left, right)
+
+    def _operated(self, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - any value
+        meter = self.meter
+        meter.step()
         if operator == "**":
-            return _power(left, right)
-        if operator == "*":
-            self._check_size(_product_size(left, right))
-        elif isinstance(left, str) and isinstance(right, str):
-            self._check_size(len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
+            return power(left, right)
+        meter.check(operation_size(operator, left, right, meter.size))
+        return meter.checked(self.binop_table[operator](left, right))
 
-    def _step(self, cost: int = 1) -> None:
-        meter = self._meter.get()
-        if meter is not None:  # None while the template is compiled, which evaluates constants
-            meter.step(cost)
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        size_of = FILTERS.get(name)
+        own = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja2's own first argument
 
-    def _check_size(self, size: int) -> None:
-        if size > self._bounds.characters:
-            raise SecurityError(f"the text is longer than {self._bounds.characters} characters")
-
-    def _check_numbers(self, values: tuple[Any, ...]) -> None:
-        """Of a method or filter that pads a text to a width or repeats something."""
-        for value in values:
-            if isinstance(value, int):
-                self._check_size(value)
-
-    def _sized(self, text_filter: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any value
-            self._check_numbers((*args, *kwargs.values()))
-            return text_filter(*args, **kwargs)
+            meter = self.meter
+            meter.step()
+            if size_of is not None:
+                args = (*args[:own], *_listed(args[own:]))
+                meter.check(size_of(meter.size, *args[own:], **kwargs))
+            return meter.checked(function(*args, **kwargs))
 
-        # jinja2 marks filters that want the environment with attributes of the function.
-        bounded.__dict__.update(text_filter.__dict__)
         return bounded
 
+    def _sum(self, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:  # noqa: ANN401 - any value
+        """jinja2's own adds lists up without a look at the clock."""
+        total = start
+        for item in iterable if attribute is None else map(make_attrgetter(self, attribute), iterable):
+            total = self._operated("+", total, item)
+        return total
 
-def _metered(pieces: Iterator[str], meter: _Meter) -> Iterator[str]:
-    for piece in pieces:
-        meter.step()
-        meter.write(piece)
-        yield piece
+    def _pretty(self, value: Any) -> str:  # noqa: ANN401 - any value
+        """jinja2's own, piece by piece."""
+        buffer = self.new_buffer()
+        PrettyPrinter(stream=buffer).pprint(value)  # type: ignore[arg-type]  # it only writes
+        return self.concat(buffer).removesuffix("\n")
+
+    def _to_json(
+        self,
+        value: Any,  # noqa: ANN401 - any value
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """jinja2's own filter escapes HTML, which is not wanted here."""
+        dumps = partial(json.JSONEncoder, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
+        meter = self.meter
+        if separators is not None:
+            meter.check(meter.size(value) + meter.size(value) // 2 * meter.size(separators))
+        if indent is None:
+            return dumps().encode(value)
+        meter.check(DEEPEST * (indent if isinstance(indent, int) else len(indent)))
+        return self.concat(dumps(indent=indent).iterencode(value))
 
 
-def _product_size(left: object, right: object) -> int:
-    for value, times in ((left, right), (right, left)):
-        if isinstance(value, str | list | tuple) and isinstance(times, int):
-            return len(value) * times
-    return 0
-
-
-def _power(base: Any, exponent: Any) -> Any:  # noqa: ANN401 - any value
-    if isinstance(exponent, int) and abs(exponent) > 64:
-        raise SecurityError("an exponent is larger than 64")
-    result = base**exponent
-    if isinstance(result, int) and abs(result) > LARGEST_NUMBER:
-        raise SecurityError(f"a number is larger than {LARGEST_NUMBER}")
-    return result
+def _listed(values: Sequence[Any]) -> Iterator[Any]:
+    """The values, with a list for an iterator: its length must be known before it is used."""
+    return (list(value) if isinstance(value, Iterator) else value for value in values)
 
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(
-    value: Any,  # noqa: ANN401 - any value
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja2's own filter escapes HTML, which is not wanted here."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > LONGEST_DATE_PATTERN:
+        raise SecurityError(f"a pattern of a date is longer than {LONGEST_DATE_PATTERN} characters")
     # Local time without a zone, as transformers gives it.
     return datetime.now(UTC).astimezone().replace(tzinfo=None).strftime(pattern)

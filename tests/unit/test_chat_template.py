@@ -9,7 +9,8 @@ import pytest
 
 from engine.errors import InvalidRequest, ModelError
 from service.text.chat_templates import ChatTemplates, Conversation
-from service.text.template_sandbox import Bounds, TemplateSandbox
+from service.text.template_bounds import Bounds
+from service.text.template_sandbox import TemplateSandbox
 
 Json = dict[str, Any]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -304,33 +305,125 @@ SMALL = Bounds(cpu_seconds=0.2, characters=10_000)
         "{% for i in range(90000) %}{% for j in range(90000) %}{% set x = i * j %}{% endfor %}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for i in range(1000000) %}{% endfor %}",
+        "{% set r = range(90000) %}{% set x %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}{% endset %}",
+        "{% set r = range(90000) %}{% for i in r %}{% for j in r %}{% if i == j %}{% endif %}{% endfor %}{% endfor %}",
     ],
 )
 def test_endless_templates_end(source: str) -> None:
     refusal(source, bounds=SMALL)
 
 
+def nested(made: str = "[{0}, {0}]", name: str = "s") -> str:
+    """Forty containers in one another, which are 2**40 texts where they are written out."""
+    made = made.format(f"{name}.x")
+    return f"{{% set {name} = namespace(x=['abcdefgh']) %}}{{% for i in range(40) %}}{{% set {name}.x = {made} %}}{{% endfor %}}"
+
+
+LARGE = {
+    "repeated text": "{{ 'x' * n }}",
+    "repeated text, the other way round": "{{ n * 'x' }}",
+    "repeated list": "{{ [1] * n }}",
+    "repeated bytes": "{{ 'x'.encode() * n }}",
+    "power": "{{ 10 ** n }}",
+    "power, by itself small": "{{ 9 ** 60 }}",
+    "product of numbers": "{% set s = namespace(x=9) %}{% for i in range(40) %}{% set s.x = s.x * s.x %}{% endfor %}",
+    "number of bytes": "{{ (1).to_bytes(n, 'big') | length }}",
+    "rounded number": "{{ 5 | round(-n) }}",
+    "center": "{{ 'x' | center(n) }}",
+    "center as a method": "{{ 'x'.center(n) }}",
+    "indent": "{{ 'x\ny' | indent(n) }}",
+    "indent with a text": "{{ 'x\ny\nz' | indent(many) }}",
+    "zfill": "{{ 'x'.zfill(n) }}",
+    "ljust": "{{ 'x'.ljust(n) }}",
+    "ljust of bytes": "{{ 'x'.encode().ljust(n) }}",
+    "method by another name": "{% set f = 'x'.ljust %}{{ f(n) | length }}",
+    "expandtabs": "{{ '\t'.expandtabs(n) | length }}",
+    "expandtabs by name": "{{ '\t'.expandtabs(tabsize=n) | length }}",
+    "translate": "{{ ('x' * 200).translate({120: many}) | length }}",
+    "batch": "{{ [1] | batch(n, 0) | list | length }}",
+    "slice": "{{ [1] | slice(n) | list | length }}",
+    "width from a value": "{{ '%*d' | format(n, 1) }}",
+    "width in a text": "{{ '%999999999d' | format(1) | length }}",
+    "width in a text, by operator": "{{ ('%999999999d' % 1) | length }}",
+    "width by operator from a value": "{{ ('%*d' % (n, 1)) | length }}",
+    "precision": "{{ '%.999999999f' | format(1) | length }}",
+    "width in braces": "{{ '{:999999999}'.format(1) | length }}",
+    "width in braces from a value": "{{ '{:{w}}'.format(1, w=n) | length }}",
+    "mapping in braces": "{{ '{x:999999999}'.format_map({'x': 1}) | length }}",
+    "one value in many places": "{{ ('{0}' * 200).format(many) | length }}",
+    "one named value in many places": "{{ (('%(x)s' * 200) % {'x': many}) | length }}",
+    "replace": "{{ ('x' * 200) | replace('x', many) | length }}",
+    "replace as a method": "{{ ('x' * 200).replace('x', many) | length }}",
+    "replace of nothing": "{{ ('x' * 200).replace('', many) | length }}",
+    "replace of bytes": "{{ ('x' * 200).encode().replace('x'.encode(), many.encode()) | length }}",
+    "join": "{{ range(200) | list | join(many) | length }}",
+    "join of a range": "{{ range(200) | map('string') | join(many) | length }}",
+    "join as a method": "{{ many.join(('x ' * 200).split()) | length }}",
+    "join of one text many times": "{{ ([many] * 200) | join | length }}",
+    "join of one text many times, made on the way": "{{ range(200) | map('center', 5000) | join | length }}",
+    "list of one text many times": "{{ range(200) | map('center', 5000) | list | length }}",
+    "wordwrap": "{{ ('x' * 5000) | wordwrap(1, true, many) | length }}",
+    "urlize": "{{ ('http://x.org ' * 100) | urlize(target=many) | length }}",
+    "lists added up": "{{ ([[1] * 2000] * 2000) | sum(start=[]) | length }}",
+    "doubled": "{% set s = namespace(x='xx') %}{% for i in range(99) %}{% set s.x = s.x + s.x %}{% endfor %}",
+    "doubled as text": "{% set s = namespace(x='xx') %}{% for i in range(30) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+    "doubled list": "{% set s = namespace(x=[1]) %}{% for i in range(99) %}{% set s.x = s.x + s.x %}{% endfor %}",
+    "doubled in a block": "{% set s = namespace(x='xx') %}"
+    "{% for i in range(30) %}{% set y %}{{ s.x }}{{ s.x }}{% endset %}{% set s.x = y %}{% endfor %}",
+    "doubled in a macro": "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set s = namespace(x='xx') %}"
+    "{% for i in range(30) %}{% set s.x = f(s.x) %}{% endfor %}",
+    "doubled arguments": "{% macro f(i) %}{% if i > 60 %}{{ varargs }}{% else %}"
+    "{{ f(i + 1, varargs, varargs) }}{% endif %}{% endmacro %}{{ f(0, 1) }}",
+    "text of a named block": "{% if 0 %}{% block a %}{% for i in range(9000) %}xxxx{% endfor %}{% endblock %}{% endif %}"
+    "{% set y = self.a() %}",
+    "text of a block": "{% set y %}{% for i in range(9000) %}xxxx{% endfor %}{% endset %}",
+    "text of a filtered block": "{% filter length %}{% for i in range(9000) %}xxxx{% endfor %}{% endfilter %}",
+    "nested lists as text": nested() + "{{ s.x }}",
+    "nested lists as text on the way": nested() + "{{ s.x | string | length }}",
+    "nested lists joined to a text": nested() + "{% set y = s.x ~ '' %}",
+    "nested lists as JSON": nested() + "{{ s.x | tojson | length }}",
+    "nested lists, pretty": nested() + "{{ s.x | pprint | length }}",
+    "nested lists escaped": nested() + "{{ s.x | e | length }}",
+    "nested lists formatted": nested() + "{{ '%s' % s.x }}",
+    "nested lists compared": nested() + nested(name="t") + "{{ s.x == t.x }}",
+    "nested dictionaries": nested("{{1: {0}, 2: {0}}}") + "{{ s.x }}",
+    "nested tuples": nested("({0}, {0})") + "{{ s.x }}",
+    "nested dictionaries by a call": nested("dict(a={0}, b={0})") + "{{ s.x }}",
+    "nested lists by a filter": nested("([{0}] * 2) | list") + "{{ s.x }}",
+    "JSON with much space": "{{ [[1]] | tojson(indent=n) }}",
+    "JSON with long separators": "{{ ([1] * 1000) | tojson(separators=(many, many)) | length }}",
+    "written": "{% for i in range(20000) %}xx{% endfor %}",
+    "words out of nothing": "{{ lipsum(n=10000) | length }}",
+}
+
+
+@pytest.mark.parametrize("source", LARGE.values(), ids=LARGE.keys())
+def test_small_templates_do_not_make_large_texts(source: str) -> None:
+    words = refusal(source, arguments={"n": 10**12, "many": "y" * 5000}, bounds=Bounds(characters=10_000))
+    assert re.search(r"longer than \d+ characters|an? \w+ (is larger|has more) than|'lipsum' is undefined", words), words
+
+
 @pytest.mark.parametrize(
-    "source",
+    ("source", "length"),
     [
-        "{{ 'x' * n }}",
-        "{{ n * 'x' }}",
-        "{{ [1] * n }}",
-        "{{ 10 ** n }}",
-        "{{ 9 ** 60 }}",
-        "{{ 'x' | center(n) }}",
-        "{{ 'x\ny' | indent(n) }}",
-        "{{ 'x'.zfill(n) }}",
-        "{{ 'x'.ljust(n) }}",
-        "{{ [1] | batch(n, 0) | list | length }}",
-        "{{ [1] | slice(n) | list | length }}",
-        "{{ '%*d' | format(n, 1) }}",
-        "{% set s = namespace(x='xx') %}{% for i in range(99) %}{% set s.x = s.x + s.x %}{% endfor %}",
-        "{% for i in range(20000) %}xx{% endfor %}",
+        ("{{ messages[0].content | replace('a', 'bc') | trim }}", 8000),
+        ("{{ messages[0].content.replace('a', '') }}", 0),
+        ("{{ messages[0].content.split('\n') | join('; ') }}", 4000),
+        ("{{ '%s: %s' | format('user', messages[0].content) }}", 4006),
+        ("{{ '{}: {}'.format('user', messages[0].content) }}", 4006),
+        ("{{ messages | tojson }}", 4033),
+        ("{{ messages | tojson(indent=2) }}", 4049),
+        ("{{ messages[0].content | indent(4) }}", 4000),
+        ("{{ messages }}", 4033),
+        ("{{ (messages + messages)[1:] | map(attribute='content') | list | join }}", 4000),
+        ("{{ [1, 2] | sum }}{{ [[1], [2]] | sum(start=[]) }}{{ [{'a': 1}] | sum(attribute='a') }}", 8),
+        ("{{ {'b': [1], 'a': (2,)} | pprint }}", 21),
+        ("{% for i in range(2000) %}{{ (messages + messages) | length }}{% endfor %}", 2000),
+        ("{% for a, b in [[1, 2], [3, 4]] %}{{ a ~ b }}{% endfor %}", 4),
     ],
 )
-def test_small_templates_do_not_make_large_texts(source: str) -> None:
-    refusal(source, arguments={"n": 10**12}, bounds=SMALL)
+def test_what_templates_do_with_long_texts_is_within_bounds(source: str, length: int) -> None:
+    assert len(render(source, {"role": "user", "content": "a" * 4000}, bounds=Bounds(characters=10_000))) == length
 
 
 def test_bounds_are_those_of_one_rendering() -> None:
