@@ -1,4 +1,8 @@
-"""Text out of tokens as they come, without ever splitting a character."""
+"""Text out of tokens as they come, without ever splitting a character.
+
+`tokenizers.decoders.DecodeStream` is not used: it doesn't give the end of a text, nor what is held back, which offsets and stop strings
+need; and it gives other text, or fails, where byte tokens are malformed (`TestDecodeStream`).
+"""
 
 import codecs
 from collections import deque
