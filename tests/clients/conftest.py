@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,21 @@ from service.cli.launcher import ServiceProcess
 
 ROOT = Path(__file__).parents[2]
 ClientPython = Callable[[str], Path]
+HERE = Path(__file__).parent
+
+
+def client_output(python: Path, *arguments: str | Path, cwd: Path = HERE, settings: Mapping[str, str] | None = None) -> str:
+    """What a client's own Python prints, with nothing of ours on the path of its imports and no proxy between it and the service."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.lower().endswith("_proxy")}
+    command = [python, *arguments]
+    done = subprocess.run(command, env=environment | dict(settings or {}), cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def client_json(python: Path, *arguments: str | Path, settings: Mapping[str, str] | None = None) -> Any:  # noqa: ANN401 - any JSON value
+    """What a script with calls of a client prints as its last line."""
+    return json.loads(client_output(python, *arguments, settings=settings).splitlines()[-1])
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,9 +13,8 @@ import pytest
 
 from service.cli.launcher import ServiceProcess
 from service.http.auth import hashed_line
-from tests.clients.conftest import ClientPython, service_arguments
+from tests.clients.conftest import HERE, ClientPython, client_json, service_arguments
 
-HERE = Path(__file__).parent
 Json = dict[str, Any]
 SAVE: Json = {"kv_transfer_params": {"include_output_tokens": True, "dtype": "float32"}}
 KEY = "sk-a-key-that-only-these-tests-know"
@@ -32,12 +29,7 @@ class OpenAIClient:
     model: str
 
     def __call__(self, call: str, extra: Json | None = None, *, key: str = "EMPTY") -> Json:
-        command = [self.python, HERE / "openai_calls.py", call, self.url, key, self.model, json.dumps(extra or {})]
-        # Nothing of ours on the path of its imports, and no proxy between it and the service.
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.lower().endswith("_proxy")}
-        done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-6000:]
-        answer: Json = json.loads(done.stdout)
+        answer: Json = client_json(self.python, HERE / "openai_calls.py", call, self.url, key, self.model, json.dumps(extra or {}))
         return answer
 
 
