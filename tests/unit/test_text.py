@@ -172,29 +172,6 @@ class TestIncrementalDecoder:
         assert max(decoded, default=0) < 40
 
 
-class TestDecodeStream:
-    """Why the library's own stream isn't what `IncrementalDecoder` uses. Where one of these fails, the library has changed: look again."""
-
-    def _streamed(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-        stream = decoders.DecodeStream(skip_special_tokens=True)
-        return "".join(stream.step(tokenizer._backend, token_id) or "" for token_id in ids)
-
-    @pytest.mark.parametrize("tokenizer", [BYTES, AMONG_OTHERS], ids=["byte level", "byte level among others"])
-    def test_it_never_gives_the_end_of_a_text_that_is_half_a_character(self, tokenizer: Tokenizer) -> None:
-        ids = [_id(tokenizer, "a"), _id(tokenizer, "âĤ")]
-        assert (tokenizer.decode(ids), self._streamed(tokenizer, ids)) == ("a\ufffd", "a")
-        assert not {"flush", "finish", "pending"} & set(dir(decoders.DecodeStream))
-
-    def test_it_shows_byte_tokens_whose_run_turns_out_to_be_malformed(self) -> None:
-        ids = _bytes_as_ids(PIECES, b"K\xcc")
-        assert (PIECES.decode(ids), self._streamed(PIECES, ids)) == ("\ufffd\ufffd", "K")
-
-    def test_it_fails_behind_such_a_run(self) -> None:
-        ids = [*_bytes_as_ids(STRIPPED, b"M\xcc"), *(_id(STRIPPED, piece) for piece in "▁s")]
-        with pytest.raises(Exception, match="Invalid prefix encountered"):
-            self._streamed(STRIPPED, [*ids, *_bytes_as_ids(STRIPPED, b"\n")])
-
-
 def _naive_stop(text: str, stop: Sequence[str], behind: int = 0) -> tuple[str, str | None]:
     """Character by character: the text before the first stop string that is complete, the longest of several."""
     for end in range(behind + 1, len(text) + 1):
@@ -452,3 +429,26 @@ class TestFolder:
     def test_templates_without_a_default_are_none(self, tmp_path: Path) -> None:
         self._folder(tmp_path, {"chat_template": [{"name": "rag", "template": "x"}]})
         assert Tokenizer.from_folder(tmp_path).chat_template is None
+
+
+class TestDecodeStream:
+    """Why the library's own stream isn't what `IncrementalDecoder` uses. Where one of these fails, the library has changed: look again."""
+
+    def _streamed(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+        stream = decoders.DecodeStream(skip_special_tokens=True)
+        return "".join(stream.step(tokenizer._backend, token_id) or "" for token_id in ids)
+
+    @pytest.mark.parametrize("tokenizer", [BYTES, AMONG_OTHERS], ids=["byte level", "byte level among others"])
+    def test_it_never_gives_the_end_of_a_text_that_is_half_a_character(self, tokenizer: Tokenizer) -> None:
+        ids = [_id(tokenizer, "a"), _id(tokenizer, "âĤ")]
+        assert (tokenizer.decode(ids), self._streamed(tokenizer, ids)) == ("a\ufffd", "a")
+        assert not {"flush", "finish", "pending"} & set(dir(decoders.DecodeStream))
+
+    def test_it_shows_byte_tokens_whose_run_turns_out_to_be_malformed(self) -> None:
+        ids = _bytes_as_ids(PIECES, b"K\xcc")
+        assert (PIECES.decode(ids), self._streamed(PIECES, ids)) == ("\ufffd\ufffd", "K")
+
+    def test_it_fails_behind_such_a_run(self) -> None:
+        ids = [*_bytes_as_ids(STRIPPED, b"M\xcc"), *(_id(STRIPPED, piece) for piece in "▁s")]
+        with pytest.raises(Exception, match="Invalid prefix encountered"):
+            self._streamed(STRIPPED, [*ids, *_bytes_as_ids(STRIPPED, b"\n")])
