@@ -11,7 +11,6 @@ from jinja2.exceptions import SecurityError
 
 from engine.errors import InvalidRequest, ModelError
 from service.text.message_fields import (
-    Json,
     message_with_defaults,
     normalized_message,
     normalized_tool,

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.schemas.messages import TEXT_FIELDS
+from service.wire import Json
 
-Json = dict[str, Any]
 OPTIONAL_FIELDS = frozenset({"name", "refusal", "tool_calls", "function_call", "audio", "annotations"})
 """Fields of messages that say nothing when they are empty."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")

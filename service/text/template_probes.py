@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-Json = dict[str, Any]
+from service.wire import Json
+
 Render = Callable[[Sequence[Json], Sequence[Json]], str]
 """Messages and tools to text; raises whatever the template raises."""
 PROBES = ("probe-7f3a", "probe-e91c")
