@@ -23,11 +23,12 @@ from service.loading import Loading, StartInterrupted
 from service.observe.metrics import Metrics
 from service.observe.tracing import start_tracing
 from service.registry.registry import Registry
-from service.saves.life import Saver
+from service.saves.deletion import Deleter
 from service.saves.paths.protected import check_model, check_roots
 from service.saves.paths.roots import SaveRoots
 from service.saves.reaper import Reaper
 from service.saves.recovery import recover
+from service.saves.saver import Saver
 from service.saves.space import Space
 from service.saves.targets import Targets
 from service.services import ModelIdentity, Services
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 RuntimeState = Literal["starting", "ok", "draining", "dead", "stopped"]
 REPORT_STEP = 0.25
 """A line for every quarter of the weights."""
+LAST_SECONDS = 10.0
+"""For what no answer waits for, once the engine has stopped and all saves have ended."""
 DEATH_GRACE_SECONDS = 2.0
 """For answers to those who still waited when the engine failed."""
 
@@ -128,7 +131,7 @@ class Runtime:
         saver = Saver(registry, roots, space, self.metrics, loop, threads=self.threads, lock_files=settings.lock_files)
         events = EngineEvents(self.metrics)
         events.bind(loop, saver.on_event, self._engine_died)
-        engine = await self._start_engine(engine_config(settings, source.folder, umask), events)
+        engine = saver.engine = await self._start_engine(engine_config(settings, source.folder, umask), events)
         tokenizer = await self._loading.run(partial(_tokenizer, source))
         self._services = Services(
             settings=settings,
@@ -139,8 +142,9 @@ class Runtime:
             templates=_templates(tokenizer),
             registry=registry,
             roots=roots,
-            targets=Targets(roots, lock_files=settings.lock_files, umask=umask, owner=registry.service_id),
+            targets=Targets(roots, registry, lock_files=settings.lock_files, umask=umask, owner=registry.service_id),
             saver=saver,
+            deleter=Deleter(saver),
             space=space,
             events=events,
             metrics=self.metrics,
@@ -149,7 +153,7 @@ class Runtime:
             started=time.time(),
             tracing=self.tracing,
         )
-        self._start_reaper(registry, roots, space)
+        self._start_reaper(saver, space)
         _log_start(self._services)
         if self._state == "starting":
             self._state = "ok"
@@ -168,6 +172,7 @@ class Runtime:
         if not await asyncio.to_thread(engine.wait_idle, self.settings.drain_seconds):
             log.warning("requests were still running after %g seconds and are aborted", self.settings.drain_seconds)
             await asyncio.to_thread(engine.stop)
+        self._services.saver.stop_retrying()
 
     async def stop(self) -> None:
         """Ends everything. What was under way is aborted; its records say so."""
@@ -175,13 +180,16 @@ class Runtime:
             self._grace.cancel()
         services = self._services
         await self._loading.unwound()
+        if services is not None:
+            services.saver.stop_retrying()
         if self._reaper is not None:
             await self._reaper.close()
         while self._undo:
             await asyncio.to_thread(self._undo.pop())
             if services is not None:  # the engine is the last that was started and the first that is stopped
-                await asyncio.gather(*services.background, return_exceptions=True)
                 await services.saver.settle()
+                if services.background:
+                    await asyncio.wait(services.background, timeout=LAST_SECONDS)
         self.threads.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
@@ -200,8 +208,9 @@ class Runtime:
         check_model(self.settings, source.folder)
         return source
 
-    def _start_reaper(self, registry: Registry, roots: SaveRoots, space: Space) -> None:
-        self._reaper = Reaper(registry, roots, space, lock_files=self.settings.lock_files)
+    def _start_reaper(self, saver: Saver, space: Space) -> None:
+        self._reaper = Reaper(saver.registry, saver.roots, space, lock_files=self.settings.lock_files)
+        self._reaper.recover = saver.recover_all
         space.recount = self._reaper.recount
         self.metrics.watch_space(space)
         self._reaper.start()

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from engine.api import EngineAPI, EngineInfo
 from engine.layers import LayerId
@@ -15,8 +16,9 @@ from service.observe.metrics import Metrics
 from service.observe.tracing import Tracing
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
-from service.saves.life import Saver
+from service.saves.deletion import Deleter
 from service.saves.paths.roots import SaveRoots
+from service.saves.saver import Saver
 from service.saves.space import Space
 from service.saves.targets import Targets
 from service.shares import Shares
@@ -51,6 +53,7 @@ class Services:
     roots: SaveRoots
     targets: Targets
     saver: Saver
+    deleter: Deleter
     space: Space
     events: EngineEvents
     metrics: Metrics
@@ -60,8 +63,8 @@ class Services:
     """Seconds since 1970."""
     tracing: Tracing | None = None
     """None where no traces are wanted."""
-    idempotent_admission: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Looking a key up and inserting it are one step."""
+    idempotent_admissions: "WeakValueDictionary[tuple[str | None, str], asyncio.Lock]" = field(default_factory=WeakValueDictionary)
+    """Looking an owner's key up and inserting it are one step."""
     background: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
@@ -80,11 +83,16 @@ class Services:
         """The threads for the root that a record's file is in."""
         return self.threads.disk(self.roots.root_of(record.hidden_states_path))
 
-    def start_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def idempotent_admission(self, owner: str | None, key: str) -> asyncio.Lock:
+        """The same for everybody who asks while somebody has it."""
+        return self.idempotent_admissions.setdefault((owner, key), asyncio.Lock())
+
+    def start_in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Runs something that no answer waits for; what goes wrong in it is logged."""
         task = asyncio.get_running_loop().create_task(work)
         self.keep(task)
         task.add_done_callback(logs_failure(log, "a request in the background failed"))
+        return task
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Holds a task until it has ended: the event loop itself doesn't. The service's end waits for it."""

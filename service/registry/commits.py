@@ -35,6 +35,7 @@ class CommitThread:
         self._committed, self._failed = committed, failed
         self._operations: queue.SimpleQueue[Operation[Any] | None] = queue.SimpleQueue()
         self._closed = False
+        self._given_up = False
         self._closing = threading.Lock()
         self.commits = 0
         """Transactions so far; fewer than changes where they were grouped."""
@@ -52,7 +53,7 @@ class CommitThread:
         return future
 
     def close(self) -> None:
-        """Commits what was asked for and closes the database. Idempotent."""
+        """Commits what was asked for and closes the database; whatever is left when a commit fails fails with it. Idempotent."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -63,10 +64,14 @@ class CommitThread:
         open_to_more = True
         while open_to_more:
             group, open_to_more = self._next_group()
-            outcomes = self._transact(group)
+            outcomes = self._outcomes(group)
             for operation, outcome in zip(group, outcomes, strict=True):
                 settle(operation.future, outcome)
         self._database.close()
+
+    def _outcomes(self, group: Sequence[Operation[Any]]) -> list[Any]:
+        """A transaction may wait for a locked database for seconds: once the thread is to end, the first that fails is the last."""
+        return [Unavailable("the registry is closed")] * len(group) if self._given_up else self._transact(group)
 
     def _next_group(self) -> tuple[list[Operation[Any]], bool]:
         """All operations that have gathered, and whether more can come."""
@@ -95,6 +100,7 @@ class CommitThread:
             with contextlib.suppress(sqlite3.Error):
                 if database.in_transaction:
                     database.execute("ROLLBACK")
+            self._given_up = self._closed
             self._failed()
             return [error] * len(group)
         self._committed()

@@ -81,6 +81,33 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             BEGIN UPDATE usage SET bytes = bytes
                 + coalesce(length(CAST(new.output AS BLOB)), 0) - coalesce(length(CAST(old.output AS BLOB)), 0); END""",
     ),
+    (
+        # The saves of one request, and its idempotency key. Of older requests only those with a key are known to belong together, and
+        # whether their saves were to complete together isn't.
+        """CREATE TABLE groups (
+            id TEXT PRIMARY KEY,
+            size INTEGER NOT NULL,
+            mode TEXT NOT NULL,
+            owner TEXT,
+            idempotency_key TEXT,
+            body_hash TEXT
+        ) WITHOUT ROWID""",
+        "ALTER TABLE saves ADD COLUMN group_id TEXT",
+        "ALTER TABLE saves ADD COLUMN cached_tokens INTEGER",
+        """UPDATE saves SET group_id = CASE WHEN idempotency_key IS NULL THEN id ELSE (
+            SELECT first.id FROM saves AS first WHERE coalesce(first.owner, '') = coalesce(saves.owner, '')
+            AND first.idempotency_key = saves.idempotency_key ORDER BY first.choice LIMIT 1) END""",
+        """INSERT INTO groups SELECT group_id, max(choice) + 1, 'independent', max(owner), max(idempotency_key), max(body_hash)
+            FROM saves WHERE idempotency_key IS NOT NULL GROUP BY group_id""",
+        "INSERT INTO groups SELECT group_id, 1, 'independent', owner, NULL, NULL FROM saves WHERE idempotency_key IS NULL",
+        "CREATE UNIQUE INDEX groups_by_key ON groups (coalesce(owner, ''), idempotency_key) WHERE idempotency_key IS NOT NULL",
+        "CREATE INDEX saves_by_group ON saves (group_id, choice)",
+        """CREATE TRIGGER group_emptied AFTER DELETE ON saves WHEN NOT EXISTS (SELECT 1 FROM saves WHERE group_id = old.group_id)
+            BEGIN DELETE FROM groups WHERE id = old.group_id; END""",
+        "DROP INDEX saves_by_key",
+        "ALTER TABLE saves DROP COLUMN idempotency_key",
+        "ALTER TABLE saves DROP COLUMN body_hash",
+    ),
 )
 
 

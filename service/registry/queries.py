@@ -7,16 +7,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.errors import NotFound
-from service.registry.records import FIELDS, PREDECESSORS, IdempotencyKeyTaken, SaveRecord, SaveStatus, from_row, to_column
+from service.registry.records import (
+    FIELDS,
+    GROUP_FIELDS,
+    PREDECESSORS,
+    GroupRecord,
+    IdempotencyKeyTaken,
+    SaveRecord,
+    SaveStatus,
+    StoredGroup,
+    from_row,
+    group_from_row,
+    to_column,
+)
 
-CHANGEABLE = frozenset(FIELDS) - {"id", "created", "owner", "idempotency_key", "body_hash", "choice"}
+CHANGEABLE = frozenset(FIELDS) - {"id", "created", "owner", "choice"}
 _CHANGEABLE = tuple(sorted(CHANGEABLE))
 MAX_LIMIT = 10_000
 _COLUMNS = ", ".join(FIELDS)
 _SUMMARY = tuple(name for name in FIELDS if name != "output")
 """Of lists, and of looks at many files: texts with their log-probabilities can be large."""
 _SUMMARY_COLUMNS = ", ".join(_SUMMARY)
-_INSERT = f"INSERT INTO saves ({_COLUMNS}) VALUES ({', '.join('?' * len(FIELDS))})"
+_INSERT = f"INSERT INTO saves ({_COLUMNS}, group_id) VALUES ({', '.join('?' * (len(FIELDS) + 1))})"
+_INSERT_GROUP = f"INSERT INTO groups ({', '.join(GROUP_FIELDS)}) VALUES ({', '.join('?' * len(GROUP_FIELDS))})"
 _UPDATE = f"UPDATE saves SET {', '.join(f'{name} = ?' for name in _CHANGEABLE)} WHERE id = ?"
 _LIVE = "status IN ('queued', 'running', 'writing')"
 
@@ -33,14 +46,12 @@ class Page:
     limit: int = 100
 
 
-def insert(database: sqlite3.Connection, records: Sequence[SaveRecord]) -> None:
-    first = records[0]
-    if first.idempotency_key is not None:
-        taken = find_idempotent(database, first.owner, first.idempotency_key)
-        if taken:
-            raise IdempotencyKeyTaken(taken)
+def insert(database: sqlite3.Connection, group: GroupRecord, records: Sequence[SaveRecord]) -> None:
+    if group.idempotency_key is not None and find_group(database, group.owner, group.idempotency_key) is not None:
+        raise IdempotencyKeyTaken()
+    database.execute(_INSERT_GROUP, [getattr(group, name) for name in GROUP_FIELDS])
     for record in records:
-        database.execute(_INSERT, [to_column(name, getattr(record, name)) for name in FIELDS])
+        database.execute(_INSERT, [*(to_column(name, getattr(record, name)) for name in FIELDS), group.id])
 
 
 def update(database: sqlite3.Connection, save_id: str, changes: Mapping[str, Any]) -> SaveRecord | None:
@@ -89,12 +100,55 @@ def select(database: sqlite3.Connection, page: Page) -> list[SaveRecord]:
     return [from_row(row, _SUMMARY) for row in rows]
 
 
-def find_idempotent(database: sqlite3.Connection, owner: str | None, key: str) -> tuple[SaveRecord, ...]:
-    rows = database.execute(
-        f"SELECT {_COLUMNS} FROM saves WHERE coalesce(owner, '') = ? AND idempotency_key = ? ORDER BY choice",
-        [owner or "", key],
-    )
-    return tuple(from_row(row) for row in rows)
+def end(database: sqlite3.Connection, changes: Mapping[str, Mapping[str, Any]]) -> list[SaveRecord] | None:
+    """Ends several records, all or none; None, and nothing is changed, where one is missing or has ended otherwise.
+
+    One that has that status already stays as it is: the caller may not have heard of an earlier commit.
+    """
+    records = [get(database, save_id) for save_id in changes]
+    for record, wanted in zip(records, changes.values(), strict=True):
+        if record is None or (record.ended and record.status != wanted["status"]):
+            return None
+    return [update(database, save_id, wanted) or _there(database, save_id) for save_id, wanted in changes.items()]
+
+
+def _there(database: sqlite3.Connection, save_id: str) -> SaveRecord:
+    record = get(database, save_id)
+    assert record is not None
+    return record
+
+
+def find_group(database: sqlite3.Connection, owner: str | None, key: str) -> StoredGroup | None:
+    """The group of an idempotency key."""
+    return _group(database, "coalesce(owner, '') = ? AND idempotency_key = ?", [owner or "", key])
+
+
+def group_of(database: sqlite3.Connection, save_id: str) -> StoredGroup | None:
+    """The group that a save belongs to."""
+    return _group(database, "id = (SELECT group_id FROM saves WHERE id = ?)", [save_id])
+
+
+def get_group(database: sqlite3.Connection, group_id: str) -> StoredGroup | None:
+    return _group(database, "id = ?", [group_id])
+
+
+def release_key(database: sqlite3.Connection, group_id: str) -> None:
+    database.execute("UPDATE groups SET idempotency_key = NULL WHERE id = ?", [group_id])
+
+
+def unfinished_groups(database: sqlite3.Connection) -> list[str]:
+    """The groups of records that have not ended, oldest first."""
+    rows = database.execute(f"SELECT group_id FROM saves WHERE {_LIVE} GROUP BY group_id ORDER BY min(sequence)")
+    return [row["group_id"] for row in rows]
+
+
+def _group(database: sqlite3.Connection, condition: str, values: Sequence[str]) -> StoredGroup | None:
+    row = database.execute(f"SELECT {', '.join(GROUP_FIELDS)} FROM groups WHERE {condition}", values).fetchone()
+    if row is None:
+        return None
+    group = group_from_row(row)
+    rows = database.execute(f"SELECT {_COLUMNS} FROM saves WHERE group_id = ? ORDER BY choice", [group.id])
+    return StoredGroup(group, tuple(from_row(row) for row in rows))
 
 
 def unfinished(database: sqlite3.Connection) -> list[SaveRecord]:

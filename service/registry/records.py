@@ -11,6 +11,9 @@ from service.errors import Conflict
 
 SaveStatus = Literal["queued", "running", "writing", "completed", "failed", "cancelled", "expired"]
 
+GroupMode = Literal["all_or_nothing", "independent"]
+"""Whether the saves of a request complete together or each alone."""
+
 ENDED: frozenset[SaveStatus] = frozenset({"completed", "failed", "cancelled", "expired"})
 
 PREDECESSORS: Mapping[SaveStatus, tuple[SaveStatus, ...]] = {
@@ -53,12 +56,12 @@ class SaveRecord:
     inode: int | None = None
     owner: str | None = None
     """Which API key it was made with; None without keys."""
-    idempotency_key: str | None = None
-    body_hash: str | None = None
     choice: int = 0
-    """Index among the saves of one request: one key stands for all of them."""
+    """Index among the saves of its group."""
     output: Mapping[str, Any] | None = None
     """Text, token ids and finish reason, kept for clients that didn't wait for them; empty until the text is done."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that came out of the prefix cache, where the record keeps a text."""
     gone: float | None = None
     """When the file of a completed save was found to have been moved, deleted or replaced: its bytes don't count any more."""
 
@@ -77,7 +80,35 @@ class SaveRecord:
         return self.status in ENDED
 
 
+@dataclass(frozen=True)
+class GroupRecord:
+    """The saves of one request. It lives as long as one of their records does."""
+
+    id: str
+    size: int
+    """How many saves were made; some of their records may have been deleted."""
+    mode: GroupMode = "independent"
+    owner: str | None = None
+    idempotency_key: str | None = None
+    body_hash: str | None = None
+    """Of the request's body, where it has a key."""
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """A group and the records of its saves that there are, by choice."""
+
+    group: GroupRecord
+    saves: tuple[SaveRecord, ...]
+
+    @property
+    def whole(self) -> bool:
+        """No record of it has been deleted."""
+        return len(self.saves) == self.group.size
+
+
 FIELDS = tuple(field.name for field in fields(SaveRecord))
+GROUP_FIELDS = tuple(field.name for field in fields(GroupRecord))
 _AS_TEXT = frozenset({"device", "inode"})
 """Unsigned 64-bit numbers, too large for SQLite's integers."""
 _AS_JSON = frozenset({"layers", "shape", "output"})
@@ -97,6 +128,11 @@ def from_row(row: sqlite3.Row, names: Sequence[str] = FIELDS) -> SaveRecord:
     return SaveRecord(**{name: _from_column(name, row[name]) for name in names})
 
 
+def group_from_row(row: sqlite3.Row) -> GroupRecord:
+    """The group of a row that has the columns `GROUP_FIELDS`."""
+    return GroupRecord(**{name: row[name] for name in GROUP_FIELDS})
+
+
 def _from_column(name: str, value: Any) -> Any:  # noqa: ANN401 - whatever the field holds
     if value is None:
         return None
@@ -109,10 +145,9 @@ def _from_column(name: str, value: Any) -> Any:  # noqa: ANN401 - whatever the f
 
 
 class IdempotencyKeyTaken(Conflict):
-    """Another request came first with the key; `records` are its saves."""
+    """Another request came first with the key."""
 
     default_code = "idempotency_key_taken"
 
-    def __init__(self, records: Sequence[SaveRecord]) -> None:
+    def __init__(self) -> None:
         super().__init__("the idempotency key is in use", param="kv_transfer_params.idempotency_key")
-        self.records = tuple(records)

@@ -11,6 +11,7 @@ whose names may be lost anyway, so `NORMAL` is used: after a power cut the regis
 
 import asyncio
 import sqlite3
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from service.errors import Unavailable
 from service.registry import queries
 from service.registry.commits import CommitThread, settle
 from service.registry.database import StateDirectory, open_database
-from service.registry.records import SaveRecord, SaveStatus
+from service.registry.records import GroupRecord, SaveRecord, SaveStatus, StoredGroup
 
 Records = list[SaveRecord]
+Ids = list[str]
 
 
 class Registry:
@@ -60,9 +62,19 @@ class Registry:
         """Transactions so far; fewer than changes where they were grouped."""
         return self._thread.commits
 
-    def insert(self, *records: SaveRecord) -> "Future[None]":
-        """Adds the records of one request, all or none. `IdempotencyKeyTaken` where their key is in use."""
-        return self._thread.submit(lambda database: queries.insert(database, records), writes=True)
+    def insert(self, *records: SaveRecord, group: GroupRecord | None = None) -> "Future[None]":
+        """Adds the records of one request, all or none. `IdempotencyKeyTaken` where the group's key is in use.
+
+        Without a group each record is one of its own.
+        """
+
+        def run(database: sqlite3.Connection) -> None:
+            if group is not None:
+                queries.insert(database, group, records)
+            for record in records if group is None else ():
+                queries.insert(database, GroupRecord(record.id, size=1, owner=record.owner), [record])
+
+        return self._thread.submit(run, writes=True)
 
     def update(self, save_id: str, **changes: Any) -> "Future[SaveRecord | None]":  # noqa: ANN401 - fields of SaveRecord
         """Changes fields of a record and returns it as it is then.
@@ -78,6 +90,19 @@ class Registry:
             if record is not None and record.ended:
                 self._ended_now[save_id] = record
             return record
+
+        return self._thread.submit(run, writes=True)
+
+    def end(self, changes: Mapping[str, Mapping[str, Any]]) -> "Future[Records | None]":
+        """Ends records, in one transaction; `changes` are fields by the save's id, the status among them. Returns the records.
+
+        None, and nothing is changed, where one of them is missing or has ended with another status.
+        """
+
+        def run(database: sqlite3.Connection) -> Records | None:
+            records = queries.end(database, changes)
+            self._ended_now.update((record.id, record) for record in records or ())
+            return records
 
         return self._thread.submit(run, writes=True)
 
@@ -113,12 +138,27 @@ class Registry:
         page = queries.Page(status=status, request_id=request_id, prefix=prefix, owner=owner, after=after, limit=limit)
         return self._thread.submit(lambda database: queries.select(database, page))
 
-    def find_idempotent(self, owner: str | None, key: str) -> "Future[tuple[SaveRecord, ...]]":
-        """The records made with a key, by choice; empty where it is new."""
-        return self._thread.submit(lambda database: queries.find_idempotent(database, owner, key))
+    def find_group(self, owner: str | None, key: str) -> "Future[StoredGroup | None]":
+        """The group that an owner's idempotency key stands for."""
+        return self._thread.submit(lambda database: queries.find_group(database, owner, key))
+
+    def group_of(self, save_id: str) -> "Future[StoredGroup | None]":
+        """The group that a save belongs to."""
+        return self._thread.submit(lambda database: queries.group_of(database, save_id))
+
+    def get_group(self, group_id: str) -> "Future[StoredGroup | None]":
+        return self._thread.submit(lambda database: queries.get_group(database, group_id))
+
+    def release_key(self, group_id: str) -> "Future[None]":
+        """Another request may use the group's idempotency key; the records stay."""
+        return self._thread.submit(lambda database: queries.release_key(database, group_id), writes=True)
+
+    def unfinished_groups(self) -> "Future[Ids]":
+        """The ids of groups with records that have not ended, oldest first: without an owner, a crash has interrupted them."""
+        return self._thread.submit(queries.unfinished_groups)
 
     def unfinished(self) -> "Future[Records]":
-        """Records that have not ended, oldest first: after a start, those that a crash has interrupted."""
+        """Records that have not ended, oldest first."""
         return self._thread.submit(queries.unfinished)
 
     def used_bytes(self) -> "Future[int]":

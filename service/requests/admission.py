@@ -15,7 +15,7 @@ from engine.saves.bound import largest_file
 from engine.saves.spec import SaveTarget
 from engine.scheduling.limits import saved_rows
 from service.errors import BadRequest, Conflict, ModelNotFound
-from service.registry.records import SaveRecord
+from service.registry.records import GroupMode, GroupRecord
 from service.requests.choice import Choice
 from service.requests.extraction import (
     Extraction,
@@ -27,6 +27,7 @@ from service.requests.extraction import (
     save_spec,
 )
 from service.requests.generation import Generation
+from service.requests.replay import Replay, check_body, join, read
 from service.requests.sampling import (
     BadWords,
     Vocabulary,
@@ -38,7 +39,7 @@ from service.requests.sampling import (
     sampling_params,
 )
 from service.requests.texts import choice_text, echoes, reports, stop_checker
-from service.saves.deletion import delete_save
+from service.saves.groups import SaveGroup
 from service.saves.life import LiveSave
 from service.saves.space import Need
 from service.saves.targets import ClaimedTarget
@@ -49,8 +50,8 @@ from service.services import Services
 from service.text.choice_text import Echo
 from service.text.prompts import PreparedPrompt, prepare_prompts
 
-REUSABLE = frozenset({"failed", "cancelled", "expired"})
-"""Saves that left nothing: their key may be used again."""
+ATTEMPTS = 4
+"""How often a repeated key waits for work that is just being given up, before it finds its own."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,6 @@ class Plan:
     def wait(self) -> object:
         """true where nothing is saved: then there is only the text to wait for."""
         return True if self.extraction is None else self.extraction.params.wait
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The saves of an earlier request with the same idempotency key and body, by choice."""
-
-    records: tuple[SaveRecord, ...]
 
 
 async def make_plan(
@@ -171,42 +165,43 @@ async def admit(services: Services, plan: Plan) -> Generation | Replay:
 
 
 def _give_up(admission: "asyncio.Task[Generation | Replay]") -> None:
-    if not admission.cancelled() and admission.exception() is None and isinstance(started := admission.result(), Generation):
-        started.close("aborted")
+    if not admission.cancelled() and admission.exception() is None:
+        admission.result().leave()
 
 
 async def _admit(services: Services, plan: Plan) -> Generation | Replay:
     if plan.idempotency_key is None:
         return await _start(services, plan)
-    async with services.idempotent_admission:
-        earlier = await _earlier(services, plan, plan.idempotency_key)
-        return Replay(earlier) if earlier else await _start(services, plan)
-
-
-async def _earlier(services: Services, plan: Plan, key: str) -> tuple[SaveRecord, ...]:
-    records = await asyncio.wrap_future(services.registry.find_idempotent(plan.owner, key))
-    if any(record.status in REUSABLE for record in records):
-        # A crash may have left one choice of a request completed and another not: its file goes too, since all are computed again.
-        await asyncio.gather(*(delete_save(services, record) for record in records if record.ended))
-        records = tuple(record for record in records if not record.ended)
-        if records:
-            raise Conflict("a request with this idempotency key is just ending", param=f"{PREFIX}.idempotency_key")
-    if records and records[0].body_hash != plan.body_hash:
-        raise Conflict("the idempotency key was used with another body", param=f"{PREFIX}.idempotency_key", code="idempotency_key_reused")
-    return records
+    admission = services.idempotent_admission(plan.owner, plan.idempotency_key)
+    for _ in range(ATTEMPTS):
+        async with admission:
+            stored = await asyncio.wrap_future(services.registry.find_group(plan.owner, plan.idempotency_key))
+            if stored is None:
+                return await _start(services, plan)
+            check_body(stored, plan.body_hash)
+            live = services.saver.find(stored.group.id)
+            if live is None or not live.given_up:
+                replay = join(live) if live is not None else await read(services, stored)
+                if replay is not None:
+                    return replay
+                await asyncio.wrap_future(services.registry.release_key(stored.group.id))
+                return await _start(services, plan)
+        await live.until_ended()
+    raise Conflict("requests with this idempotency key keep ending", param=f"{PREFIX}.idempotency_key")
 
 
 async def _start(services: Services, plan: Plan) -> Generation:
-    saves = await _open_saves(services, plan)
+    group = await _open_group(services, plan)
     submitted = False
     try:
-        generation = _generation(services, plan, saves)
+        generation = _generation(services, plan, group)
         submitted = True
         generation.submit()
     except BaseException as error:
-        if not submitted:
-            _abandon([save.spec.target for save in saves])
-        await services.saver.withdraw(saves)
+        if group is not None:
+            if not submitted:
+                _abandon([save.spec.target for save in group.saves])
+            await services.saver.withdraw(group)
         raise _with_prefix(error)  # noqa: B904 - mostly the same error
     return generation
 
@@ -218,11 +213,11 @@ def _with_prefix(error: BaseException) -> BaseException:
     return error
 
 
-async def _open_saves(services: Services, plan: Plan) -> list[LiveSave]:
-    """Claims the targets and commits the records, of all choices or of none."""
+async def _open_group(services: Services, plan: Plan) -> SaveGroup | None:
+    """Claims the targets and commits the records, of all choices or of none; None where nothing is to be saved."""
     extraction = plan.extraction
     if extraction is None:
-        return []
+        return None
     ids = [new_save_id() for _ in range(plan.num_choices)]
     claims = services.threads.disk(services.roots.root_of_client(extraction.params.hidden_states_path)).claims
     targets = await claims.run(plan.owner, _claim_all, services, plan, extraction, ids)
@@ -230,13 +225,17 @@ async def _open_saves(services: Services, plan: Plan) -> list[LiveSave]:
     try:
         needs = [_need(services, plan, index, save, targets[index]) for index, save in enumerate(saves)]
         await services.space.reserve(needs, services.engine.save_bytes_written, partial(claims.run, plan.owner))
-        await services.saver.insert(saves)
+        return await services.saver.insert(_group_record(plan), saves)
     except BaseException:
         for save in saves:
             services.space.release(save.id)
         _abandon(targets)
         raise
-    return saves
+
+
+def _group_record(plan: Plan) -> GroupRecord:
+    mode: GroupMode = "independent" if plan.body.stream or plan.wait == "accepted" else "all_or_nothing"
+    return GroupRecord(new_save_id(), plan.num_choices, mode, plan.owner, plan.idempotency_key, plan.body_hash)
 
 
 def _need(services: Services, plan: Plan, index: int, save: LiveSave, target: ClaimedTarget) -> Need:
@@ -253,7 +252,11 @@ def _claim_all(services: Services, plan: Plan, extraction: Extraction, ids: list
     try:
         for save_id in ids:
             target = services.targets.claim(
-                params.hidden_states_path, save_id, replace=params.on_conflict == "replace", directory_only=len(ids) > 1
+                params.hidden_states_path,
+                save_id,
+                replace=params.on_conflict == "replace",
+                directory_only=len(ids) > 1,
+                client=plan.owner,
             )
             targets.append(target)
     except BaseException:
@@ -269,14 +272,14 @@ def _abandon(targets: Sequence[SaveTarget]) -> None:
 
 def _live_save(services: Services, plan: Plan, extraction: Extraction, index: int, save_id: str, target: ClaimedTarget) -> LiveSave:
     metadata = file_metadata(extraction, services.info, services.identity, plan.request_id)
-    record = new_record(extraction, save_id, target.path, plan.request_id, services.identity.name, index, plan.body_hash, plan.owner)
+    record = new_record(extraction, save_id, target.path, plan.request_id, services.identity.name, index, plan.owner)
     if record.ttl_seconds is None:
         record = replace(record, ttl_seconds=services.settings.ttl_seconds)
     if _keeps_output(plan.extraction):
         record = replace(record, output={})
     spec = save_spec(extraction, save_id, target, metadata)
-    held = _keeps_output(plan.extraction) or _all_or_nothing(plan)
-    return LiveSave(record, spec, services.roots.to_client(target.path), held)
+    awaits_text = _keeps_output(plan.extraction) or (plan.num_choices > 1 and not plan.body.stream)
+    return LiveSave(record, spec, services.roots.to_client(target.path), awaits_text)
 
 
 def _keeps_output(extraction: Extraction | None) -> bool:
@@ -284,19 +287,16 @@ def _keeps_output(extraction: Extraction | None) -> bool:
     return extraction is not None and (extraction.params.wait == "accepted" or extraction.params.idempotency_key is not None)
 
 
-def _all_or_nothing(plan: Plan) -> bool:
-    return plan.num_choices > 1 and not plan.body.stream and plan.wait != "accepted"
-
-
-def _generation(services: Services, plan: Plan, saves: list[LiveSave]) -> Generation:
-    choices = [_choice(services, plan, index, saves[index] if saves else None) for index in range(plan.num_choices)]
+def _generation(services: Services, plan: Plan, group: SaveGroup | None) -> Generation:
+    saves = [None] * plan.num_choices if group is None else group.saves
+    choices = [_choice(services, plan, index, save) for index, save in enumerate(saves)]
     return Generation(
         services,
         choices,
+        group,
         request_id=plan.request_id,
         keeps_output=_keeps_output(plan.extraction),
         keeps_results=_keeps_output(plan.extraction) or not plan.body.stream,
-        all_or_nothing=_all_or_nothing(plan),
         owner=plan.owner,
     )
 

@@ -71,16 +71,15 @@ class Choice:
         return self.finish_reason is not None
 
     @property
-    def save_settled(self) -> bool:
-        """The save needs no more waiting: ended, or published and held back for the choices beside this one."""
-        return self.save is None or self.save.ended or (self.save.published and self.save.held)
+    def save_ended(self) -> bool:
+        return self.save is None or self.save.ended
 
     @property
     def done(self) -> bool:
         # A save that failed says why in its own event, so that one is waited for whenever something went wrong.
         if self.error is not None:
-            return self.save_settled
-        return self.text_done and (self.save_settled or not self.waits_for_save)
+            return self.save_ended
+        return self.text_done and (self.save_ended or not self.waits_for_save)
 
     def failure(self) -> ServiceError | None:
         """What went wrong, once the choice is done."""

@@ -113,7 +113,6 @@ def new_record(
     request_id: str,
     model: str,
     choice: int,
-    body_hash: str | None,
     owner: str | None,
 ) -> SaveRecord:
     return SaveRecord(
@@ -124,8 +123,6 @@ def new_record(
         layers=extraction.layers,
         dtype=extraction.dtype,
         created=time.time(),
-        idempotency_key=extraction.params.idempotency_key,
-        body_hash=body_hash,
         ttl_seconds=extraction.params.ttl_seconds,
         owner=owner,
         choice=choice,

@@ -1,39 +1,44 @@
 """One completion request while it runs: its choices, from submission to the end of the last save."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+from engine.errors import SaveError
 from engine.request import RequestOutput
-from service.engine_events import Collector
-from service.errors import ServiceError, as_service_error
+from service.engine_events import Collector, Update
+from service.errors import as_service_error
 from service.observe.metrics import RequestOutcome
 from service.requests.choice import Choice, Delta, Finished
 from service.requests.spans import RequestSpans
-from service.saves.life import LiveSave
+from service.saves.groups import SaveGroup
+from service.saves.life import Ending, LiveSave
 from service.services import Services
 
 log = logging.getLogger(__name__)
 
+GIVEN_UP = Ending("cancelled", SaveError("cancelled", "nobody waited for the request any more"))
+FAILED = Ending("failed", SaveError("cancelled", "the request that this save belonged to failed"))
+
 
 class Generation:
-    """Used on the event loop. `close` must be called in the end, whatever happened.
+    """Used on the event loop. `leave` must be called in the end by whoever drives it, whatever happened.
 
     `keeps_results`: whether anybody asks for a choice as a whole; a stream has sent it in parts.
-    `all_or_nothing`: the saves are completed together, once all of them are published, and all are taken back if one fails.
     """
 
     def __init__(
         self,
         services: Services,
         choices: list[Choice],
+        group: SaveGroup | None,
         *,
         request_id: str,
         keeps_output: bool,
         keeps_results: bool,
-        all_or_nothing: bool,
         owner: str | None,
     ) -> None:
         self._owner = owner
@@ -43,13 +48,17 @@ class Generation:
         self.created = int(time.time())
         self.results = [Finished() for _ in choices]
         self._services = services
+        self._group = group
         self._keeps_output = keeps_output
         self._keeps_results = keeps_results
-        self._all_or_nothing = all_or_nothing
         self._collector = Collector()
         self._started = time.monotonic()
         self._closed = False
+        self._driver: asyncio.Task[None] | None = None
+        """Computes the rest for others once the request that began it has left."""
         self._spans = RequestSpans.below_current(services.tracing, request_id)
+        if group is not None:
+            group.on_abandoned = partial(self.close, "aborted")
 
     def submit(self) -> None:
         """Hands all choices to the engine, or none; targets of choices not taken over are abandoned.
@@ -70,10 +79,12 @@ class Generation:
         except BaseException:
             self._withdraw(submitted)
             raise
+        for choice in self.choices:
+            if self._group is not None and choice.save is not None:
+                self._group.submitted(choice.save, choice.engine_id)
         metrics.admitted(sum(len(choice.prompt.token_ids) for choice in self.choices))
 
     def _watch(self, save: LiveSave, choice: Choice) -> None:
-        save.engine_id = choice.engine_id
         save.on_change = partial(self._collector.add_save_change, choice.index)
         if self._spans is not None:
             save.on_end = partial(self._spans.save_ended, save)
@@ -83,11 +94,11 @@ class Generation:
         if self._spans is not None:
             self._spans.received(choice, output)
         if output.finish_reason is not None:
-            self._leave(choice)
+            self._free_place(choice)
             if self._closed:
                 self._services.events.detach(choice.engine_id)
 
-    def _leave(self, choice: Choice) -> None:
+    def _free_place(self, choice: Choice) -> None:
         """The choice's place in the engine is free."""
         if choice.index in self._placed:
             self._placed.remove(choice.index)
@@ -100,30 +111,52 @@ class Generation:
             yield step
 
     async def progress(self, patience: float | None = None) -> AsyncIterator[tuple[Choice, Delta] | None]:
-        """As `deltas`, with None in between whenever nothing has been added for `patience` seconds."""
+        """As `deltas`, with None in between whenever nothing has been added for `patience` seconds.
+
+        May be left at any time and begun again: what has been taken in is in `results` then.
+        """
         while not all(choice.done for choice in self.choices):
             updates = await self._collector.take(patience)
             if not updates:
                 yield None
-            for index, update in updates.items():
-                choice = self.choices[index]
-                was_done = choice.text_done
-                delta = choice.advance(update)
-                if self._keeps_results:
-                    self.results[index].add(delta)
-                if choice.text_done and not was_done:
-                    self._text_done(choice)
-                yield choice, delta
+            for step in [self._advance(self.choices[index], update) for index, update in updates.items()]:
+                yield step
+
+    def _advance(self, choice: Choice, update: Update) -> tuple[Choice, Delta]:
+        was_done = choice.text_done
+        delta = choice.advance(update)
+        if self._keeps_results:
+            self.results[choice.index].add(delta)
+        if choice.text_done and not was_done:
+            self._text_done(choice)
+        return choice, delta
 
     async def run(self) -> None:
         """Computes everything. Raises the first failure, after the other choices have been ended and their files taken back."""
         async for choice, _ in self.deltas():
             if choice.error is not None or choice.failure() is not None:
                 await self._fail(choice)
-        failed = [choice for choice in self.choices if choice.failure() is not None]
-        if failed:
-            await self._fail(failed[0])
-        await self._release_all()
+        for choice in self.choices:
+            if choice.failure() is not None:
+                await self._fail(choice)
+
+    async def finish(self) -> None:
+        """Computes the rest where nobody waits for the answer itself, and closes."""
+        try:
+            async for _ in self.deltas():
+                pass
+            failed = any(choice.failure() is not None for choice in self.choices)
+            self.close("failed" if failed else "completed")
+        except Exception:
+            self.close("failed")
+            raise
+
+    def leave(self) -> None:
+        """Whoever drove it does so no longer. What is not done goes on for others who wait for the same saves, else it is aborted."""
+        if self._group is None or not self._group.leave():
+            self.close("aborted")
+        elif not self._closed:
+            self._driver = self._services.start_in_background(self.finish())
 
     def close(self, outcome: RequestOutcome) -> None:
         """Ends what still runs and lets everything go. Saves that need not be waited for go on. Idempotent."""
@@ -131,13 +164,15 @@ class Generation:
             return
         self._closed = True
         for choice in self.choices:
-            self._leave(choice)
+            self._free_place(choice)
             if not choice.done:
                 self._services.engine.abort(choice.engine_id)
-            if choice.save is not None and (outcome != "completed" or not choice.done):
-                self._services.saver.revoke(choice.save)
             if self._spans is None or self._spans.ended(choice):  # else its end is still to be heard of
                 self._services.events.detach(choice.engine_id)
+        if self._group is not None and outcome != "completed":
+            self._group.abort_all(GIVEN_UP if outcome == "aborted" else FAILED)
+        if self._driver is not None and self._driver is not asyncio.current_task():
+            self._driver.cancel()
         self._observe(outcome)
 
     def usage(self) -> dict[str, Any]:
@@ -153,12 +188,13 @@ class Generation:
         }
 
     def _text_done(self, choice: Choice) -> None:
-        if choice.save is None or choice.error is not None:
+        if self._group is None or choice.save is None:
             return
-        if self._keeps_output:
-            self._services.saver.keep_output(choice.save, self.output(choice))
-        if not self._all_or_nothing:
-            self._services.saver.release(choice.save)
+        if choice.error is not None:
+            self._group.abort(choice.save, FAILED)  # The engine's own word on the save says more, where it comes.
+        else:
+            kept = {"output": self.output(choice), "cached_tokens": choice.num_cached_tokens} if self._keeps_output else {}
+            self._group.text_done(choice.save, **kept)
 
     def output(self, choice: Choice) -> dict[str, Any]:
         """What the record keeps of a choice."""
@@ -167,38 +203,21 @@ class Generation:
         more = {"stop_reason": choice.stop_reason, "logprobs": result.logprobs, "prompt_logprobs": choice.prompt_logprobs}
         return known | {name: value for name, value in more.items() if value is not None}
 
-    async def _fail(self, first: Choice) -> None:
-        """Ends all choices, waits until nothing of their saves is left, and raises what went wrong with the first."""
-        saver = self._services.saver
-        for choice in self.choices:
-            if not choice.text_done or not choice.save_settled:
-                self._services.engine.abort(choice.engine_id)
-            if choice.save is not None:
-                saver.revoke(choice.save)
-        await self._saves_ended()
-        raise first.failure() or as_service_error(RuntimeError("a choice failed without a reason"))
-
-    async def _release_all(self) -> None:
-        """Completes the saves that were held back for each other."""
-        if not self._all_or_nothing:
-            return
-        for choice in self.choices:
-            if choice.save is not None:
-                self._services.saver.release(choice.save)
-        if any(choice.waits_for_save for choice in self.choices):
-            await self._saves_ended()
-            failures: list[ServiceError] = [failure for choice in self.choices if (failure := choice.failure()) is not None]
-            if failures:
-                raise failures[0]
-
-    async def _saves_ended(self) -> None:
-        while not all(choice.save is None or choice.save.ended for choice in self.choices):
-            for index, update in (await self._collector.take()).items():
-                self.choices[index].advance(update)
+    async def _fail(self, choice: Choice) -> None:
+        """Ends all choices, waits until nothing of their saves is left, and raises what went wrong with the first of them."""
+        for other in self.choices:
+            if not other.done:
+                self._services.engine.abort(other.engine_id)
+        if self._group is not None:
+            self._group.abort_all(FAILED)
+            while not self._group.ended:
+                await self._collector.take()  # What the engine says now is that we have aborted it.
+            choice = next((other for other in self.choices if other.save is self._group.first_without_file), choice)
+        raise choice.failure() or as_service_error(RuntimeError("a choice failed without a reason"))
 
     def _withdraw(self, submitted: int) -> None:
         for choice in self.choices:
-            self._leave(choice)
+            self._free_place(choice)
             self._services.events.detach(choice.engine_id)
         for choice in self.choices[:submitted]:
             self._services.engine.abort(choice.engine_id)

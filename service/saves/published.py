@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.saves.header import Header, InvalidFile, read_header
+from engine.saves.spec import SavedFile
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,10 @@ def read_published(fd: int) -> PublishedFile | None:
     return PublishedFile(save_id, states.entry.shape, num_tokens, status.st_size, status.st_dev, status.st_ino, whole)
 
 
-def completion(file: PublishedFile) -> dict[str, Any]:
-    """The fields of the record that become known when a save completes."""
-    return {
-        "status": "completed",
-        "shape": file.shape,
-        "num_tokens": file.num_tokens,
-        "bytes": file.bytes,
-        "device": file.device,
-        "inode": file.inode,
-    }
+def file_fields(file: PublishedFile | SavedFile) -> dict[str, Any]:
+    """What the record says of a save's file."""
+    known = {"shape": file.shape, "num_tokens": file.num_tokens, "bytes": file.bytes, "device": file.device, "inode": file.inode}
+    return known if isinstance(file, PublishedFile) else known | {"checksum": file.checksum}
 
 
 def _num_tokens(header: Header) -> int | None:

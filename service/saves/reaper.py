@@ -31,12 +31,16 @@ ORPHANS_SECONDS = 3600.0
 DAY_SECONDS = 86400.0
 """A temporary file that nobody has locked for so long is an orphan also where locks of other machines aren't seen."""
 RETRY_SECONDS = 60.0
-"""After a file that has expired could not be removed."""
+"""After a file that has expired could not be removed, or the end of a save not be recorded."""
 PAGE = 500
 PURGED_AT_ONCE = 10_000
 REST = 3.0
 """A job, or a sweep that requests ask for, begins so many times the last one's duration after its end: however much there is to look
 through and however many ask, a quarter of the time at most goes into it. Requests wait for it."""
+
+
+async def nothing() -> None:
+    pass
 
 
 @dataclass
@@ -55,6 +59,8 @@ class Reaper:
     space: Space
     lock_files: bool
     now: Callable[[], float] = time.time
+    recover: Callable[[], Awaitable[None]] = field(default=nothing)
+    """Ends records that have not ended and that nobody owns."""
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
     _sweeping: asyncio.Lock = field(default_factory=asyncio.Lock)
     _begun: int = 0
@@ -90,6 +96,7 @@ class Reaper:
             _Job(self.sweep, SWEEP_SECONDS),
             _Job(self.purge, SWEEP_SECONDS),
             _Job(self.clean, ORPHANS_SECONDS),
+            _Job(self.recover, RETRY_SECONDS),
         )
         while not self._closing.is_set():
             for job in jobs:

@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from engine.saves.lock import LOCK_SUFFIX, LockBusy, LockFile
 from service.errors import DirectoryVanished, PathConflict, from_os_error
 from service.observe.logs import request_fields
+from service.registry.records import SaveRecord
+from service.registry.registry import Registry
+from service.saves.files import is_saved_file
 from service.saves.paths.directories import status_of
 from service.saves.paths.names import PARAM
 from service.saves.paths.roots import OpenTarget, SaveRoots
+from service.saves.published import read_published
 
 log = logging.getLogger(__name__)
 
@@ -64,30 +68,59 @@ class ClaimedTarget:
 class Targets:
     """Who writes which file just now. Methods may be called from any thread; they wait for the disk."""
 
-    def __init__(self, roots: SaveRoots, *, lock_files: bool = True, umask: int = 0o022, owner: str = "") -> None:
-        """`owner`: what lock files are marked with while they are held, so that a start after a crash finds them."""
+    def __init__(
+        self, roots: SaveRoots, registry: Registry | None = None, *, lock_files: bool = True, umask: int = 0o022, owner: str = ""
+    ) -> None:
+        """`registry`: says whose the files are; without one they are nobody's. `owner`: what lock files are marked with while they are
+        held, so that a start after a crash finds them.
+        """
         self._roots = roots
+        self._registry = registry
         self._owner = owner
         self._lock_files = lock_files
         self._umask = umask
         self._in_flight: set[FileKey] = set()
         self._mutex = threading.Lock()
 
-    def claim(self, path: str | None, save_id: str, *, replace: bool, directory_only: bool = False) -> ClaimedTarget:
+    def claim(
+        self, path: str | None, save_id: str, *, replace: bool, directory_only: bool = False, client: str | None = None
+    ) -> ClaimedTarget:
         """Resolves a client's path (`SaveRoots.resolve`) and claims the file until the target is published or abandoned.
 
-        Raises `BadPath`, `ForbiddenPath`, `DiskFull`; `PathConflict` for a file that is being written or locked, and for one that
-        exists unless it is to be replaced.
+        `client` is whom the request's API key stands for. Raises `BadPath`, `ForbiddenPath`, `DiskFull`; `PathConflict` for a file that is
+        being written or locked, for one that exists unless it is to be replaced, and for one of another client even then.
         """
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(DirectoryVanished):
-                return self._claim_once(path, save_id, replace=replace, directory_only=directory_only)
-        return self._claim_once(path, save_id, replace=replace, directory_only=directory_only)
+                return self._claim_once(path, save_id, replace, directory_only, client)
+        return self._claim_once(path, save_id, replace, directory_only, client)
 
-    def _claim_once(self, path: str | None, save_id: str, *, replace: bool, directory_only: bool) -> ClaimedTarget:
+    def _claim_once(self, path: str | None, save_id: str, replace: bool, directory_only: bool, client: str | None) -> ClaimedTarget:
         claimed = self._claim(self._roots.resolve(path, save_id, directory_only=directory_only), replace)
+        try:
+            if replace:
+                self._check_owner(claimed, client)
+        except BaseException:
+            claimed.abandoned()
+            raise
         claimed.log_fields = {**request_fields(), "save_id": save_id}
         return claimed
+
+    def _check_owner(self, claimed: ClaimedTarget, client: str | None) -> None:
+        """Raises `PathConflict` where the file that is to be replaced is another client's, or its save has not ended yet.
+
+        A file is known by the save's id in its header, and by what its record says of it: whatever path leads to it.
+        """
+        try:
+            owned = None if self._registry is None else _record_of(claimed, self._registry)
+        except OSError as error:
+            raise from_os_error(error, PARAM) from error
+        if owned is None:
+            return
+        if not owned.ended:
+            raise PathConflict("the file is being written by another request", param=PARAM)
+        if client is not None and owned.owner != client:
+            raise PathConflict("the file exists and was saved with another API key", param=PARAM)
 
     def _claim(self, target: OpenTarget, replace: bool) -> ClaimedTarget:
         """Takes the target's descriptor over, also when it raises."""
@@ -137,6 +170,20 @@ class Targets:
     def _forget(self, key: FileKey) -> None:
         with self._mutex:
             self._in_flight.discard(key)
+
+
+def _record_of(target: ClaimedTarget, registry: Registry) -> SaveRecord | None:
+    """The record that a file belongs to; None where there is no file or it is none of the registry's. Raises `OSError`."""
+    try:
+        fd = os.open(target.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=target.directory_fd)
+    except (FileNotFoundError, PermissionError):
+        return None  # Our own files can be read.
+    try:
+        status, published = os.fstat(fd), read_published(fd)
+    finally:
+        os.close(fd)
+    record = None if published is None else registry.get(published.save_id).result()
+    return record if record is not None and (not record.ended or is_saved_file(status, record)) else None
 
 
 def _check_absent(directory_fd: int, name: str, replace: bool) -> None:

@@ -278,3 +278,64 @@ def test_a_kill_between_a_lock_and_its_record_leaves_nothing_after_a_start(model
         assert child.records() == []
         assert child.complete(**body).status_code == 200
     assert all(other.exists() for other in others)
+
+
+DIES_IN_A_GROUP = """
+import os, threading
+from itertools import count
+from {module} import {owner}
+calls, plain, one_at_a_time = count(1), {owner}.{name}, threading.Lock()
+def dying(*arguments, **options):
+    with one_at_a_time:
+        number = next(calls)
+        if number == {number} and not {after}:
+            os.kill(os.getpid(), 9)
+        answer = plain(*arguments, **options)
+        if number == {number}:
+            os.kill(os.getpid(), 9)
+        return answer
+{owner}.{name} = dying
+"""
+PUBLISHING, COMMITTING = ("engine.saves", "builder", "publish_file"), ("service.registry", "queries", "end")
+GROUP_MOMENTS = {
+    "before the first file": (*PUBLISHING, 1, False),
+    "between the files": (*PUBLISHING, 2, False),
+    "before the commit": (*COMMITTING, 1, False),
+    "within the commit": (*COMMITTING, 1, True),
+}
+
+
+GROUP_KILLS = [
+    ("before the first file", {}),
+    ("between the files", {"wait": False}),
+    ("between the files", {"idempotency_key": "k"}),
+    ("before the commit", {"idempotency_key": "k"}),
+    ("within the commit", {}),
+]
+
+
+@pytest.mark.parametrize(("moment", "transfer"), GROUP_KILLS)
+def test_a_killed_group_is_whole_or_has_left_nothing(model_folder: Path, tmp_path: Path, moment: str, transfer: Body) -> None:
+    root, state = tmp_path / "saves", tmp_path / "state"
+    arguments = flags(model_folder, root, state)
+    module, owner, name, number, after = GROUP_MOMENTS[moment]
+    patch = DIES_IN_A_GROUP.format(module=module, owner=owner, name=name, number=number, after=after)
+    with subprocess.Popen([sys.executable, "-c", patch + RUN, "serve", *arguments], stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout is not None
+        url = dying.stdout.readline().split()[-1]
+        body: Body = {"prompt": "Hello", "n": 2, "max_tokens": 1, "kv_transfer_params": {"hidden_states_path": "dir/", **transfer}}
+        with contextlib.suppress(httpx.TransportError):  # without waiting the answer may have come
+            httpx.post(f"{url}/v1/completions", json=body, timeout=None, trust_env=False)
+    assert dying.returncode == -signal.SIGKILL
+    published = len(list((root / "dir").glob("*.safetensors")))
+    assert published == {"before the first file": 0, "between the files": 1}.get(moment, 2)
+    with running(arguments) as child:
+        statuses = check_records(state, root)
+        assert statuses == ({"completed": 2} if published == 2 else {"failed": 2})
+        assert len(saved_files(root)) == (2 if published == 2 else 0)
+        check_nothing_is_left(root)
+        if "idempotency_key" in transfer:
+            answer = child.client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert [choice["kv_transfer_params"]["status"] for choice in answer.json()["choices"]] == ["completed"] * 2
+            assert len(saved_files(root)) == 2

@@ -238,7 +238,7 @@ def test_a_file_of_the_save_that_lost_its_end_is_removed(world: World, lost_byte
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_file_is_kept_only_with_the_text_that_its_record_was_to_carry(world: World, kept: bool, released: bool) -> None:
-    world.crash(output={"text": "a", "token_ids": [1], "finish_reason": "length"} if kept else {}, idempotency_key="key")
+    world.crash(output={"text": "a", "token_ids": [1], "finish_reason": "length"} if kept else {})
     world.file.write_bytes(states())
     if released:
         world.lock.touch()

@@ -155,6 +155,19 @@ def test_nobody_deletes_anothers_save(guarded: Service, keys: Keys) -> None:
     assert not Path(record["hidden_states_path"]).exists()
 
 
+def test_a_file_that_was_saved_with_another_key_is_not_replaced(guarded: Service, keys: Keys) -> None:
+    hers = save(guarded, keys.alice, hidden_states_path="hers.safetensors")
+    content = (guarded.root / "hers.safetensors").read_bytes()
+    params = {"hidden_states_path": "hers.safetensors", "on_conflict": "replace"}
+    refused = guarded.client.post("/v1/completions", json=BODY | {"kv_transfer_params": params}, headers=bearer(keys.bob))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "path_conflict")
+    assert (guarded.root / "hers.safetensors").read_bytes() == content
+    assert guarded.client.get(f"/saves/{hers}/file", headers=bearer(keys.alice)).content == content
+    save(guarded, keys.alice, **params)
+    (guarded.root / "nobodys.safetensors").write_text("not saved by the service")
+    save(guarded, keys.bob, hidden_states_path="nobodys.safetensors", on_conflict="replace")
+
+
 def test_idempotency_keys_are_each_owners_own(guarded: Service, keys: Keys) -> None:
     hers, his = (save(guarded, key, idempotency_key="same") for key in (keys.alice, keys.bob))
     assert hers != his

@@ -20,7 +20,7 @@ from engine.config import Durability
 from engine.errors import ConfigError
 from service.errors import NotFound, ServiceError, Unavailable
 from service.registry.database import DATABASE, MIGRATIONS
-from service.registry.records import ENDED, IdempotencyKeyTaken, SaveRecord, SaveStatus
+from service.registry.records import ENDED, GroupMode, GroupRecord, IdempotencyKeyTaken, SaveRecord, SaveStatus, StoredGroup
 from service.registry.registry import Registry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -70,10 +70,9 @@ FULL = record(
     device=2**64 - 1,
     inode=2**63 + 5,
     owner="key",
-    idempotency_key="once",
-    body_hash="hash",
     choice=1,
     output={"text": "数\ud800", "token_ids": [1, 2], "finish_reason": "stop"},
+    cached_tokens=32,
     gone=2050.5,
 )
 
@@ -240,28 +239,173 @@ def test_pages_go_on_behind_a_record_that_was_deleted_meanwhile(registry: Regist
         registry.list(after="unknown").result()
 
 
+def group(number: int = 0, **changes: Any) -> GroupRecord:  # noqa: ANN401 - fields of GroupRecord
+    return replace(GroupRecord(f"group-{number}", size=2), **changes)
+
+
+def pair(number: int) -> list[SaveRecord]:
+    return [record(number, choice=0), record(number + 1, choice=1)]
+
+
+@pytest.mark.parametrize("mode", ["all_or_nothing", "independent"])
+def test_a_group_comes_back_with_its_records_by_choice(registry: Registry, mode: GroupMode) -> None:
+    made, saves = group(mode=mode, owner="one", idempotency_key="k", body_hash="h"), pair(1)
+    registry.insert(*saves[::-1], group=made).result()
+    stored = StoredGroup(made, tuple(saves))
+    assert registry.get_group(made.id).result() == stored
+    assert registry.find_group("one", "k").result() == stored
+    assert [registry.group_of(save.id).result() for save in saves] == [stored, stored]
+    assert stored.whole
+
+
+def test_there_is_no_group_of_what_is_not_there(registry: Registry) -> None:
+    registry.insert(*pair(1), group=group()).result()
+    assert registry.get_group("missing").result() is None
+    assert registry.group_of("missing").result() is None
+    assert registry.find_group(None, "missing").result() is None
+
+
+def test_records_that_nobody_has_grouped_are_each_alone(registry: Registry) -> None:
+    registry.insert(record(1, owner="one"), record(2)).result()
+    stored = registry.group_of(record(1).id).result()
+    assert stored == StoredGroup(GroupRecord(record(1).id, size=1, owner="one"), (record(1, owner="one"),))
+
+
+def test_a_group_lives_as_long_as_one_of_its_records(registry: Registry) -> None:
+    registry.insert(*pair(1), group=group(idempotency_key="k")).result()
+    registry.delete(record(1).id).result()
+    stored = registry.find_group(None, "k").result()
+    assert stored is not None
+    assert (stored.saves, stored.whole) == ((record(2, choice=1),), False)
+    registry.delete(record(2).id).result()
+    assert registry.find_group(None, "k").result() is None
+    assert registry.get_group(group().id).result() is None
+
+
+def test_purged_records_take_their_group_along(state: Path) -> None:
+    registry = Registry(state, keep_seconds=100)
+    ended = [replace(save, status="failed", finished=10.0) for save in pair(1)]
+    registry.insert(*ended, group=group(idempotency_key="k")).result()
+    assert registry.purge(now=1000.0).result() == 2
+    assert registry.find_group(None, "k").result() is None
+    registry.close()
+
+
 def test_an_idempotency_key_stands_for_one_request_of_its_owner(registry: Registry) -> None:
-    first = [record(1, idempotency_key="k", body_hash="h"), record(2, idempotency_key="k", body_hash="h", choice=1)]
-    registry.insert(*first).result()
+    registry.insert(*pair(1), group=group(1, idempotency_key="k", body_hash="h")).result()
     with pytest.raises(IdempotencyKeyTaken) as taken:
-        registry.insert(record(3, idempotency_key="k", body_hash="other")).result()
-    assert taken.value.status == 409
-    assert taken.value.records == tuple(first)
-    registry.insert(record(4, idempotency_key="k", owner="somebody")).result()
-    assert registry.find_idempotent(None, "k").result() == tuple(first)
-    assert ids(list(registry.find_idempotent("somebody", "k").result())) == [4]
-    assert registry.find_idempotent("nobody", "k").result() == ()
-    for made in first:
-        registry.delete(made.id).result()
-    registry.insert(record(5, idempotency_key="k")).result()
+        registry.insert(record(3), group=group(2, size=1, idempotency_key="k", body_hash="other")).result()
+    assert (taken.value.status, taken.value.code) == (409, "idempotency_key_taken")
+    assert registry.get(record(3).id).result() is None
+    registry.insert(record(4), group=group(3, size=1, owner="somebody", idempotency_key="k")).result()
+    found = [registry.find_group(owner, "k").result() for owner in (None, "somebody", "nobody")]
+    assert [None if stored is None else stored.group.id for stored in found] == ["group-1", "group-3", None]
+    for save in pair(1):
+        registry.delete(save.id).result()
+    registry.insert(record(5), group=group(4, size=1, idempotency_key="k")).result()
+
+
+def test_a_key_that_was_released_can_be_used_again_and_the_records_stay(registry: Registry) -> None:
+    registry.insert(*pair(1), group=group(1, idempotency_key="k")).result()
+    registry.release_key("group-1").result()
+    assert registry.find_group(None, "k").result() is None
+    assert len(registry.list().result()) == 2
+    registry.insert(record(5), group=group(2, size=1, idempotency_key="k")).result()
+    stored = registry.find_group(None, "k").result()
+    assert stored is not None
+    assert stored.group.id == "group-2"
 
 
 def test_of_many_requests_with_one_key_exactly_one_is_inserted(registry: Registry) -> None:
+    def insert(number: int) -> Any:  # noqa: ANN401 - a future
+        return registry.insert(record(number), group=group(number, size=1, idempotency_key="k"))
+
     with ThreadPoolExecutor(8) as pool:
-        futures = list(pool.map(lambda number: registry.insert(record(number, idempotency_key="k")), range(32)))
+        futures = list(pool.map(insert, range(32)))
     errors = [future.exception() for future in futures]
     assert sum(error is None for error in errors) == 1
     assert all(error is None or isinstance(error, IdempotencyKeyTaken) for error in errors)
+
+
+def test_the_groups_of_unfinished_records_are_listed_once_each_and_oldest_first(registry: Registry) -> None:
+    registry.insert(*pair(1), group=group(1)).result()
+    registry.insert(record(3, status="completed"), record(4, choice=1, status="running"), group=group(2)).result()
+    registry.insert(record(5, status="failed"), group=group(3, size=1)).result()
+    registry.insert(record(6, status="writing"), group=group(0, size=1)).result()
+    assert registry.unfinished_groups().result() == ["group-1", "group-2", "group-0"]
+
+
+# Ends.
+
+COMPLETE = {"status": "completed", "bytes": 5, "finished": 9.0}
+
+
+def test_records_end_together_in_one_transaction(registry: Registry) -> None:
+    registry.insert(*pair(1), group=group()).result()
+    commits = registry.commits
+    ended = registry.end({save.id: COMPLETE | {"num_tokens": save.choice} for save in pair(1)}).result()
+    assert registry.commits == commits + 1
+    assert ended == [registry.get(save.id).result() for save in pair(1)]
+    assert [(save.status, save.bytes, save.num_tokens, save.finished) for save in ended] == [
+        ("completed", 5, 0, 9.0),
+        ("completed", 5, 1, 9.0),
+    ]
+
+
+@pytest.mark.parametrize("other", ["failed", "cancelled", "expired", None])
+def test_where_one_record_can_not_end_so_none_does(registry: Registry, other: SaveStatus | None) -> None:
+    registry.insert(record(1), record(2, choice=1), group=group()).result()
+    if other is None:
+        registry.delete(record(2).id).result()
+    else:
+        registry.update(record(2).id, status=other).result()
+    assert registry.end({record(1).id: COMPLETE, record(2).id: COMPLETE}).result() is None
+    assert registry.get(record(1).id).result() == record(1)
+
+
+def test_an_end_that_had_been_committed_already_is_told_again_and_changes_nothing(registry: Registry) -> None:
+    registry.insert(*pair(1), group=group()).result()
+    first = registry.end({save.id: COMPLETE for save in pair(1)}).result()
+    assert registry.end({save.id: COMPLETE | {"bytes": 7} for save in pair(1)}).result() == first
+    assert registry.used_bytes().result() == 10
+
+
+def test_whoever_waits_for_a_record_hears_of_an_end_that_is_committed_with_others(registry: Registry) -> None:
+    registry.insert(*pair(1), group=group()).result()
+    waiting = registry.ended(record(2).id)
+    registry.end({save.id: COMPLETE for save in pair(1)}).result()
+    heard = waiting.result()
+    assert heard is not None
+    assert (heard.id, heard.status) == (record(2).id, "completed")
+
+
+def test_an_end_of_nothing_that_is_known_is_none(registry: Registry) -> None:
+    assert registry.end({"missing": COMPLETE}).result() is None
+
+
+def test_a_registry_that_stays_locked_closes_after_one_more_attempt(state: Path) -> None:
+    registry = Registry(state, busy_seconds=0.05)
+    blocker = sqlite3.connect(state / DATABASE, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(_: sqlite3.Connection) -> None:
+        entered.set()
+        go_on.wait()
+
+    registry._thread.submit(hold)
+    entered.wait()
+    futures = [registry.insert(record(number)) for number in range(1000)]  # Two transactions.
+    closing = threading.Thread(target=registry.close)
+    closing.start()
+    while not registry._thread._closed:
+        pass
+    go_on.set()
+    closing.join()
+    blocker.close()
+    errors = [future.exception() for future in futures]
+    assert [getattr(error, "status", None) for error in errors] == [500] * 512 + [503] * 488
+    assert registry.commits == 0
 
 
 def test_old_and_surplus_records_are_purged_but_not_what_still_matters(state: Path) -> None:
@@ -589,3 +733,48 @@ def test_files_of_an_older_schema_are_counted(state: Path, monkeypatch: pytest.M
     opened = Registry(state)
     assert opened.used_bytes().result() == 200
     opened.close()
+
+
+def test_requests_of_an_older_schema_are_groups_by_their_keys(state: Path) -> None:
+    state.mkdir()
+    columns = "id, status, owner, idempotency_key, body_hash, choice, hidden_states_path, request_id, model, layers, dtype, created"
+    rows = [
+        ("a0", "completed", "one", "k", "h", 0),
+        ("a1", "writing", "one", "k", "h", 1),
+        ("b0", "completed", "two", "k", "other", 0),
+        ("c0", "failed", None, "k", "third", 0),
+        ("d2", "completed", None, "lost", "h", 2),  # The others were deleted.
+        ("e0", "running", None, None, None, 0),
+        ("e1", "running", None, None, None, 1),
+    ]
+    with sqlite3.connect(state / DATABASE) as old:
+        for migration in MIGRATIONS[:3]:
+            for statement in migration:
+                old.execute(statement)
+        for row in rows:
+            old.execute(f"INSERT INTO saves ({columns}) VALUES (?, ?, ?, ?, ?, ?, '/x', 'r', 'm', '[]', 'float32', 1.0)", row)
+        old.execute("PRAGMA user_version = 3")
+    old.close()
+    opened = Registry(state)
+
+    def found(owner: str | None, key: str) -> tuple[list[str], int, str | None, str]:
+        stored = opened.find_group(owner, key).result()
+        assert stored is not None
+        return [save.id for save in stored.saves], stored.group.size, stored.group.body_hash, stored.group.mode
+
+    assert found("one", "k") == (["a0", "a1"], 2, "h", "independent")
+    assert found("two", "k") == (["b0"], 1, "other", "independent")
+    assert found(None, "k") == (["c0"], 1, "third", "independent")
+    assert found(None, "lost") == (["d2"], 3, "h", "independent")
+    alone = [opened.group_of(save_id).result() for save_id in ("e0", "e1")]
+    assert [None if stored is None else (stored.group.size, len(stored.saves)) for stored in alone] == [(1, 1), (1, 1)]
+    assert len(opened.unfinished_groups().result()) == 3
+    assert ids_of(opened.list().result()) == [row[0] for row in reversed(rows)]
+    with pytest.raises(IdempotencyKeyTaken):
+        opened.insert(record(1), group=group(owner="one", idempotency_key="k")).result()
+    opened.close()
+    Registry(state).close()
+
+
+def ids_of(records: list[SaveRecord]) -> list[str]:
+    return [found.id for found in records]

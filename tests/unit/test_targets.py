@@ -1,16 +1,24 @@
 """At most one save of a file is in flight, and the lock file tells clients so."""
 
+import errno
 import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from engine.saves.lock import LockFile
 from service.errors import PathConflict, ServiceError
+from service.registry.records import SaveRecord, SaveStatus
+from service.registry.registry import Registry
+from service.saves import targets as module
 from service.saves.paths.roots import SaveRoots
 from service.saves.targets import ClaimedTarget, Targets
 
@@ -216,3 +224,140 @@ def test_refused_claims_leave_no_descriptor_open(targets: Targets) -> None:
             claim(targets)
     claim(targets, replace=True).abandoned()
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208 - as above
+
+
+# Whose the file is that is to be replaced.
+
+ALICE, BOB = "alice", "bob"
+OTHER_ID = "f" * 32
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    opened = Registry(tmp_path / "state")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def owned(root: Path, registry: Registry) -> Iterator[Targets]:
+    roots = SaveRoots([str(root), str(root / "nested")])
+    yield Targets(roots, registry)
+    roots.close()
+
+
+def saved(root: Path, registry: Registry, name: str = "dir/x", **changes: Any) -> SaveRecord:  # noqa: ANN401 - fields of SaveRecord
+    """A published file and its record."""
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(save({"hidden_states": np.ones((1, 1, 2), np.float32)}, {"save_id": SAVE_ID, "num_tokens": "1"}))
+    status = path.stat()
+    known = SaveRecord(SAVE_ID, str(path), "r", "m", (1,), "float32", created=1.0, status="completed", owner=ALICE)
+    record = replace(known, bytes=status.st_size, device=status.st_dev, inode=status.st_ino, **changes)
+    registry.insert(record).result()
+    return record
+
+
+def replacing(targets: Targets, client: str | None, path: str = "dir/x") -> ClaimedTarget:
+    return targets.claim(path, OTHER_ID, replace=True, client=client)
+
+
+@pytest.mark.parametrize("client", [ALICE, None])
+def test_a_file_can_be_replaced_by_its_owner_and_without_keys_by_everybody(
+    owned: Targets, root: Path, registry: Registry, client: str | None
+) -> None:
+    saved(root, registry)
+    replacing(owned, client).abandoned()
+
+
+@pytest.mark.parametrize("path", ["nested/x", "/nested/x"])
+def test_the_file_of_another_client_is_not_replaced_under_any_path(owned: Targets, root: Path, registry: Registry, path: str) -> None:
+    record = saved(root, registry, "nested/x")
+    with pytest.raises(PathConflict, match="another API key") as refused:
+        replacing(owned, BOB, f"{root}{path}" if path.startswith("/") else path)
+    assert (refused.value.status, refused.value.code, refused.value.param) == (
+        409,
+        "path_conflict",
+        "kv_transfer_params.hidden_states_path",
+    )
+    assert (root / "nested/x").stat().st_ino == record.inode
+    assert not (root / "nested/x.lock").exists()
+    replacing(owned, ALICE, path.strip("/")).abandoned()
+
+
+def test_the_file_of_nobody_is_not_a_clients(owned: Targets, root: Path, registry: Registry) -> None:
+    saved(root, registry, owner=None)
+    with pytest.raises(PathConflict):
+        replacing(owned, BOB)
+
+
+def test_a_lock_file_that_was_there_stays_where_a_replacement_is_refused(owned: Targets, root: Path, registry: Registry) -> None:
+    saved(root, registry)
+    (root / "dir/x.lock").touch()
+    with pytest.raises(PathConflict):
+        replacing(owned, BOB)
+    assert (root / "dir/x.lock").exists()
+    assert not is_locked(root / "dir/x.lock")
+
+
+@pytest.mark.parametrize("client", [ALICE, BOB, None])
+@pytest.mark.parametrize("status", ["queued", "running", "writing"])
+def test_a_file_whose_save_has_not_ended_is_in_flight_for_everybody(
+    owned: Targets, root: Path, registry: Registry, client: str | None, status: SaveStatus
+) -> None:
+    saved(root, registry, status=status)
+    with pytest.raises(PathConflict, match="being written"):
+        replacing(owned, client)
+
+
+def overwritten(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def copied(path: Path) -> None:
+    content = path.read_bytes()
+    path.rename(path.with_name("moved"))
+    path.write_bytes(content)
+
+
+def without_header(path: Path) -> None:
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+@pytest.mark.parametrize("change", [overwritten, copied, without_header, Path.unlink], ids=lambda change: change.__name__)
+def test_a_file_without_a_record_can_be_replaced(owned: Targets, root: Path, registry: Registry, change: Callable[[Path], None]) -> None:
+    saved(root, registry)
+    change(root / "dir/x")
+    replacing(owned, BOB).abandoned()
+
+
+def test_a_file_that_can_not_be_read_is_none_of_ours(
+    owned: Targets, root: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: str, flags: int, *arguments: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
+        if path == "x":
+            raise PermissionError
+        return opened(path, flags, *arguments, **options)
+
+    saved(root, registry)
+    monkeypatch.setattr(os, "open", refuse)
+    replacing(owned, BOB).abandoned()
+
+
+def test_a_disk_that_fails_refuses_the_replacement(owned: Targets, root: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(root, registry)
+    monkeypatch.setattr(module, "read_published", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing's own descriptor must be closed at once
+    with pytest.raises(ServiceError) as refused:
+        replacing(owned, ALICE)
+    assert (refused.value.status, refused.value.code, refused.value.param) == (500, "io_error", "kv_transfer_params.hidden_states_path")
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208 - as above
+    monkeypatch.undo()
+    replacing(owned, ALICE).abandoned()
+
+
+def test_a_new_file_is_nobodys(owned: Targets, root: Path, registry: Registry) -> None:
+    replacing(owned, BOB).abandoned()
+    owned.claim("dir/y", OTHER_ID, replace=False, client=BOB).abandoned()

@@ -1,21 +1,18 @@
 """How a request for a completion is answered, of whatever form its prompt and its answer are."""
 
-import asyncio
 import logging
 from typing import Any
 
 from fastapi import Request, Response
 
-from engine.errors import SaveError
-from service.errors import NotServing, SaveFailed
 from service.http.answers.bodies import accepted_answer, encoded, replayed_answer, whole_answer
 from service.http.answers.stream import CompletionStream, EventStream, replayed_events
 from service.http.disconnect import unless_gone
 from service.http.strict_json import StrictRequest
 from service.observe.logs import lines_of_saves
-from service.registry.records import SaveRecord
-from service.requests.admission import Plan, Replay, admit, make_plan
+from service.requests.admission import Plan, admit, make_plan
 from service.requests.generation import Generation
+from service.requests.replay import Replay
 from service.schemas.answers import ERRORS, ErrorAnswer
 from service.schemas.generation import GenerationRequest
 from service.services import Services
@@ -30,6 +27,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     403: {"model": ErrorAnswer, "description": "A path outside the allowed roots."},
     404: {"model": ErrorAnswer, "description": "Another model than the served one."},
     409: {"model": ErrorAnswer, "description": "The path exists or is in flight, or the idempotency key was used with another body."},
+    410: {"model": ErrorAnswer, "description": "A part of what the idempotency key stands for was removed."},
     413: {"model": ErrorAnswer, "description": "The body is too large."},
     429: {"model": ErrorAnswer, "description": "The queue is full; see Retry-After."},
     500: {"model": ErrorAnswer, "description": "The engine or a save failed; a failed save's id is in the body."},
@@ -55,7 +53,7 @@ async def _answer(services: Services, body: GenerationRequest, request: Request,
         services.metrics.request_ended("replayed")
         return await _replay(services, plan, started)
     if plan.wait == "accepted":
-        services.start_in_background(_run_detached(started))
+        services.start_in_background(started.finish())
         return _json(accepted_answer(services, plan, started), 202)
     if body.stream:
         return EventStream(CompletionStream(services, plan, started).events(), started)
@@ -81,42 +79,25 @@ async def _run(services: Services, plan: Plan, generation: Generation) -> Respon
         await generation.run()
         generation.close("completed")
         return _json(whole_answer(services, plan, generation))
-    except asyncio.CancelledError:
-        generation.close("aborted")
+    except Exception:
+        generation.close("failed")
         raise
     finally:
-        generation.close("failed")  # does nothing after the other two
-
-
-async def _run_detached(generation: Generation) -> None:
-    try:
-        async for _ in generation.deltas():
-            pass
-        failed = any(choice.failure() is not None for choice in generation.choices)
-        generation.close("failed" if failed else "completed")
-    finally:
-        generation.close("failed")
+        generation.leave()
 
 
 async def _replay(services: Services, plan: Plan, replay: Replay) -> Response:
     """Answers out of the records of the first request with the key, waiting for as much of it as that request did."""
-    if plan.wait == "accepted":
-        return _json(replayed_answer(services, plan, replay.records), 202)
-    records = [await _settled(services, plan, record) for record in replay.records]
-    body = replayed_answer(services, plan, records)
-    return EventStream(replayed_events(plan, body), None) if plan.body.stream else _json(body)
-
-
-async def _settled(services: Services, plan: Plan, record: SaveRecord) -> SaveRecord:
-    """The record when it can be answered: ended or, without waiting, with its text. Raises `SaveFailed`."""
-    if not record.ended and (plan.wait is True or not record.output):
-        ended = await asyncio.wrap_future(services.registry.ended(record.id))
-        if ended is None:
-            raise NotServing("the save that this request repeats has just been removed")
-        record = ended
-    if record.ended and record.status != "completed":
-        raise SaveFailed(record.id, SaveError("cancelled", record.error_message or f"the save is {record.status}"))
-    return record
+    try:
+        if plan.wait == "accepted":
+            return _json(replayed_answer(services, plan, replay.records), 202)
+        await replay.settled(texts_only=plan.wait is False)
+        if not plan.body.stream:
+            replay.check_whole()
+            return _json(replayed_answer(services, plan, replay.records))
+        return EventStream(replayed_events(services, plan, replay.records), None)
+    finally:
+        replay.leave()
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -112,10 +112,18 @@ def replayed_answer(services: Services, plan: Plan, records: Sequence[SaveRecord
     outputs = [record.output for record in records if record.output]
     prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
     completion_tokens = sum(len(output["token_ids"]) for output in outputs)
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
+    usage: Json = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    usage |= {"total_tokens": prompt_tokens + completion_tokens}
+    usage |= {"prompt_tokens_details": {"cached_tokens": _cached_tokens(plan, records)}}
     body = envelope(services, plan, int(records[0].created), choices, chunk=plan.body.stream)
     top = top_ids(plan) if plan.body.stream else _top_fields(plan, outputs[0].get("prompt_logprobs") if outputs else None)
     return body | top | {"usage": usage}
+
+
+def _cached_tokens(plan: Plan, records: Sequence[SaveRecord]) -> int:
+    """Prompts count once, however many choices they have."""
+    by_prompt = {record.choice // plan.body.n: record.cached_tokens or 0 for record in records}
+    return sum(by_prompt.values())
 
 
 def _replayed_choice(services: Services, plan: Plan, record: SaveRecord) -> Json:

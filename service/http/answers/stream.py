@@ -1,17 +1,18 @@
 """Server-sent events of a completion."""
 
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.errors import ServiceError, as_service_error
-from service.http.answers.bodies import chunk_choice, encoded, envelope, first_chunk_choice, top_ids
+from service.http.answers.bodies import chunk_choice, encoded, envelope, first_chunk_choice, replayed_answer, top_ids
 from service.http.errors import error_body
+from service.registry.records import SaveRecord
 from service.requests.admission import Plan
 from service.requests.choice import Choice, Delta
 from service.requests.generation import Generation
+from service.requests.replay import failure_of
 from service.services import Services
 from service.wire import Json
 
@@ -40,7 +41,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             if self._generation is not None:
-                self._generation.close("aborted")
+                self._generation.leave()
 
 
 class CompletionStream:
@@ -113,15 +114,23 @@ def _error_event(error: ServiceError, index: int, num_choices: int) -> Json:
     return body
 
 
-async def replayed_events(plan: Plan, answer: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    """A whole answer in the form of a stream."""
+async def replayed_events(services: Services, plan: Plan, records: Sequence[SaveRecord]) -> AsyncIterator[bytes]:
+    """The records of a request in the form of its stream: failures come at the end."""
+    failed = [record for record in records if record.status in ("failed", "cancelled")]
+    answer = replayed_answer(services, plan, records)
     common = {name: value for name, value in answer.items() if name not in ("choices", "usage", "kv_transfer_params")}
     options = plan.body.stream_options
     continuous = options is not None and options.continuous_usage_stats
     usage: Json = {"usage": answer["usage"] if continuous else None} if options is not None and options.include_usage else {}
     for choice in answer["choices"]:
+        if choice["index"] in {record.choice for record in failed}:
+            continue
         transfer = {"kv_transfer_params": choice["kv_transfer_params"]} if "kv_transfer_params" in choice else {}
         yield event({**common, "choices": [choice], **transfer, **usage})
+    for record in failed:
+        yield event(_error_event(failure_of(record), record.choice, len(records)))
+    if failed:
+        return
     if usage:
         yield event({**common, "choices": [], "usage": answer["usage"]})
     yield DONE

@@ -11,7 +11,6 @@ from service.http.answers.bodies import encoded
 from service.http.disconnect import unless_gone
 from service.http.routes.dependencies import Owner, ReadServices, own_record
 from service.registry.records import SaveRecord, SaveStatus
-from service.saves.deletion import delete_save
 from service.saves.paths.names import ClientPathMap
 from service.schemas.answers import ERRORS, ErrorAnswer, SaveAnswer, SaveList
 from service.services import Services
@@ -50,7 +49,7 @@ async def remove_save(save_id: str, request: Request, services: ReadServices, ow
     """Cancels a running save, or removes file, lock file and record of one that has ended. A save that isn't there is removed already."""
     with contextlib.suppress(NotFound):
         record = await own_record(services, owner, save_id)
-        await unless_gone(delete_save(services, record), request.receive)
+        await unless_gone(services.deleter.delete(record), request.receive)
     return Response(status_code=204)
 
 
