@@ -77,7 +77,7 @@ async def read(services: Services, stored: StoredGroup) -> Replay | None:
         await services.saver.recover(stored.saves[0].id)
         found = await asyncio.wrap_future(services.registry.get_group(stored.group.id))
         stored = found or StoredGroup(stored.group, ())
-    records = await asyncio.to_thread(_as_they_are, services, stored.saves)
+    records = await _as_they_are(services, stored.saves)
     if not any(record.status == "completed" for record in records):
         return None
     if not stored.whole:
@@ -87,9 +87,10 @@ async def read(services: Services, stored: StoredGroup) -> Replay | None:
     return Replay(records, None)
 
 
-def _as_they_are(services: Services, records: Sequence[SaveRecord]) -> tuple[SaveRecord, ...]:
-    """Records that say `completed` only where the file is there. Waits for the disk. Raises `ServiceError`."""
-    return tuple(_as_it_is(services, record) for record in records)
+async def _as_they_are(services: Services, records: Sequence[SaveRecord]) -> tuple[SaveRecord, ...]:
+    """Records that say `completed` only where the file is there. Raises `ServiceError`."""
+    looks = (services.disk_of(record).reads.run(record.owner, _as_it_is, services, record) for record in records)
+    return tuple(await asyncio.gather(*looks))
 
 
 def _as_it_is(services: Services, record: SaveRecord) -> SaveRecord:

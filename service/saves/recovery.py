@@ -42,11 +42,18 @@ def recover_group(registry: Registry, roots: SaveRoots, group_id: str) -> Recove
     commit was missing. It can't where its record was to carry the text and doesn't: nobody was told of it, and a repeated request must not
     find half of an answer. All or nothing, the saves are completed only where all of them can be. Any other save is failed with the code
     `interrupted`, and its file, its temporary file and its lock file are removed. The file system comes first and the records last, so that
-    a crash in here is recovered from as well. Waits for the disk. Raises `ServiceError`.
+    a crash in here is recovered from as well. A group with files below a folder that is no save root now stays as it is: what can't be
+    looked at may be there. Waits for the disk. Raises `ServiceError`.
     """
     stored = registry.get_group(group_id).result()
     unfinished = [] if stored is None else [record for record in stored.saves if not record.ended]
     if stored is None or not unfinished:
+        return Recovered(0, 0)
+    unseen = [record for record in unfinished if roots.device_at(record.hidden_states_path) is None]
+    if unseen:
+        log.warning(
+            "a save's file lies below no save root that the service has now: its record stays open", extra={"fields": unseen[0].log_fields}
+        )
         return Recovered(0, 0)
     files = {record.id: file for record in unfinished if (file := _look(roots, record)) is not None}
     if stored.group.mode == "all_or_nothing" and not _all_there(stored, files):

@@ -129,8 +129,6 @@ async def replayed_events(services: Services, plan: Plan, records: Sequence[Save
         yield event({**common, "choices": [choice], **transfer, **usage})
     for record in failed:
         yield event(_error_event(failure_of(record), record.choice, len(records)))
-    if failed:
-        return
-    if usage:
+    if usage and not failed:
         yield event({**common, "choices": [], "usage": answer["usage"]})
     yield DONE
