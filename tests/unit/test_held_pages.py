@@ -199,9 +199,9 @@ def test_a_hit_takes_the_place_of_what_was_held_of_its_blocks() -> None:
 def test_a_hit_needs_no_page_between_the_ranges() -> None:
     setup = Setup()
     first, second = setup.pages(), setup.pages()
-    for ranges in ([(0, 8)], [(12, 16)]):
+    for start, ranges in ((0, [(0, 8)]), (8, [(12, 16)])):
         first.take(ranges)
-        first.fill(ranges)
+        first.fill(start, ranges, ranges[-1][1])
     wanted = [(1, 6), (13, 15)]
     assert second.hit_limit(wanted, 16) == 16
     second.adopt(wanted)

@@ -25,6 +25,8 @@ from service.saves.life import LiveSave, SaveState
 from service.saves.paths.roots import SaveRoots
 from service.saves.saver import Saver
 from service.saves.space import Need, Space
+from service.shares import Shares
+from service.threads import Threads
 from tests.unit.live_saves import event, live_save
 
 if TYPE_CHECKING:
@@ -114,7 +116,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario],
     async def scenario_of(scenario: Scenario) -> None:
         registry, roots = FailingRegistry(tmp_path / "state"), SaveRoots([str(tmp_path / "saves")])
         space = Space(registry, roots)
-        made = Saver(registry, roots, space, Metrics(), asyncio.get_running_loop(), lock_files=True)
+        threads = Threads(Shares(1))
+        made = Saver(registry, roots, space, Metrics(), asyncio.get_running_loop(), threads=threads, lock_files=True)
         world = World(registry, roots, made, Deleter(made))
         made.engine = world
         try:
@@ -122,6 +125,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario],
             await made.settle()
             assert not made._tasks
         finally:
+            threads.close()
             registry.close()
             roots.close()
 
@@ -163,7 +167,7 @@ def test_ends_are_counted_and_give_their_room_back(run: Callable[[Scenario], Non
     async def scenario(world: World) -> None:
         space = world.saver.space
         ids = [live_save(number).id for number in range(3)]
-        await space.reserve([Need(save_id, world.roots.roots[0].fd, 10) for save_id in ids], lambda save_id: 0)
+        await space.reserve([Need(save_id, world.roots.roots[0].fd, 10) for save_id in ids], lambda save_id: 0, asyncio.to_thread)
         group = await world.group(3, "independent")
         world.publish(group.saves[0])
         world.saver.on_event(event(group.saves[1], "failed", seconds=2.0))

@@ -168,7 +168,7 @@ def completed(registry: Registry, size: int, number: int = 1) -> SaveRecord:
 
 
 def reserved(space: Space, *needs: Need) -> None:
-    asyncio.run(space.reserve(needs, nothing_written))
+    asyncio.run(space.reserve(needs, nothing_written, asyncio.to_thread))
 
 
 def test_a_look_tells_what_is_saved_and_free_and_kept_free(registry: Registry, roots: SaveRoots, disk: SimpleNamespace) -> None:
@@ -359,8 +359,8 @@ def test_what_is_written_on_one_disk_is_not_free_on_another(registry: Registry, 
     space = Space(registry, two_disks, min_free_bytes=10 * BLOCK)
     reserved(space, Need("a", first, 90 * BLOCK), Need("b", second, 90 * BLOCK))
     with pytest.raises(DiskFull):
-        asyncio.run(space.reserve([Need("c", first, 1)], lambda save_id: 90 * BLOCK if save_id == "b" else 0))
-    asyncio.run(space.reserve([Need("c", first, 1)], lambda save_id: 90 * BLOCK if save_id == "a" else 0))
+        asyncio.run(space.reserve([Need("c", first, 1)], lambda save_id: 90 * BLOCK if save_id == "b" else 0, asyncio.to_thread))
+    asyncio.run(space.reserve([Need("c", first, 1)], lambda save_id: 90 * BLOCK if save_id == "a" else 0, asyncio.to_thread))
 
 
 def test_a_save_that_wrote_more_than_it_reserved_gives_nothing_to_others(registry: Registry, two_disks: SaveRoots) -> None:
@@ -368,8 +368,8 @@ def test_a_save_that_wrote_more_than_it_reserved_gives_nothing_to_others(registr
     space = Space(registry, two_disks, min_free_bytes=10 * BLOCK)
     reserved(space, Need("a", first, 40 * BLOCK), Need("b", first, 40 * BLOCK))
     with pytest.raises(DiskFull):
-        asyncio.run(space.reserve([Need("c", first, 51 * BLOCK)], lambda save_id: 60 * BLOCK if save_id == "a" else 0))
-    asyncio.run(space.reserve([Need("c", first, 50 * BLOCK)], lambda save_id: 60 * BLOCK if save_id == "a" else 0))
+        asyncio.run(space.reserve([Need("c", first, 51 * BLOCK)], lambda save_id: 60 * BLOCK if save_id == "a" else 0, asyncio.to_thread))
+    asyncio.run(space.reserve([Need("c", first, 50 * BLOCK)], lambda save_id: 60 * BLOCK if save_id == "a" else 0, asyncio.to_thread))
 
 
 def test_what_lands_while_the_disk_is_looked_at_may_be_missing_in_its_figures(
