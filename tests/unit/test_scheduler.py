@@ -732,6 +732,32 @@ def test_a_prompt_does_not_wait_for_a_beginning_that_it_could_not_use() -> None:
     bench.check_results()
 
 
+def test_a_prompt_waits_for_what_is_left_of_a_beginning_that_another_one_is_in_the_middle_of() -> None:
+    bench = wide()
+    bench.add("first", LONG)
+    bench.step()
+    bench.add("second", [*LONG[:24], 4], max_tokens=1)
+    for _ in range(2):
+        bench.step()
+        assert not bench.steps_of("second")
+    bench.run()
+    assert bench.num_cached("second") == 24
+    bench.check_results()
+
+
+def test_a_prompt_does_not_wait_for_one_that_has_left_the_beginning_that_they_share() -> None:
+    bench = wide()
+    bench.add("first", LONG)
+    for _ in range(2):
+        bench.step()
+    bench.add("second", [*LONG[:8], 4, 4, 4, 4], max_tokens=1)
+    bench.step()
+    assert bench.steps_of("second")
+    bench.run()
+    assert bench.num_cached("second") == 8
+    bench.check_results()
+
+
 def test_a_prompt_waits_for_nobody_where_the_prefix_cache_is_off() -> None:
     bench = Bench(prefix_cache=False)
     bench.add("first", [*LONG[:14], 1])
