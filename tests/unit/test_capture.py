@@ -112,6 +112,38 @@ def test_single_rows_go_to_the_writer_when_their_block_is_complete() -> None:
     assert setup.capture().hit_limit(20, 20) == 8, "complete blocks are offered to others"
 
 
+def test_single_rows_go_to_the_writer_when_it_is_certain_of_a_block_that_it_is_kept() -> None:
+    setup = Setup()
+    capture = setup.capture(rows=RowSelection(((0, -2),)), total=None)
+    capture.start()
+    job = capture.job
+    assert isinstance(job, FakeJob)
+    handed = []
+    for position in range(11):
+        plan = capture.plan_row(position, position + 1)
+        assert plan is not None
+        capture.commit(plan, Landing(landed=True))
+        handed.append(sum(chunk.count for chunk in job.chunks))
+    assert handed == [0] * 5 + [4] * 4 + [8] * 2
+
+
+def test_a_single_row_that_was_captured_before_a_preemption_is_not_captured_again() -> None:
+    setup = Setup()
+    capture = setup.capture(cached=False)
+    capture.start()
+    compute(capture, 0, 6)
+    capture.pause()
+    capture.start()
+    again = capture.plan_row(5, 6)
+    assert again is not None
+    assert again.num_rows == 0
+    capture.commit(again, Landing(landed=True))
+    assert (capture.planned_end, capture.captured_end) == (6, 6)
+    further = capture.plan_row(6, 7)
+    assert further is not None
+    assert list(further.ranges) == [(6, 7)]
+
+
 def test_the_last_rows_go_to_the_writer_when_they_are_computed_though_their_block_stays_a_part() -> None:
     setup = Setup()
     capture = setup.capture(total=6)

@@ -225,6 +225,18 @@ def test_what_others_are_on_their_way_to_counts() -> None:
     assert not kv.can_hold(second, 9, [(first, 12)])
 
 
+def test_who_has_its_blocks_needs_none_and_none_of_groups_that_it_does_not_run() -> None:
+    kv = KVCache([make_group((0,), None, 2, 4), make_group((1,), None, 3, 2)])
+    whole, shallow = kv.new_tables(2), kv.new_tables(1)
+    kv.extend(whole, 0, 6)
+    kv.extend(shallow, 0, 2)
+    assert [group.pool.num_available for group in kv.groups] == [0, 0]
+    assert kv.can_hold(whole, 6)
+    assert not kv.can_hold(whole, 7)
+    assert kv.can_hold(shallow, 2)
+    assert not kv.can_hold(shallow, 3)
+
+
 def test_statistics_are_summed_over_the_groups() -> None:
     kv = two_groups(full=5, sliding=4)
     tables = kv.new_tables(2)

@@ -60,6 +60,17 @@ def test_a_page_that_two_steps_in_flight_write_to_is_held_for_both(pool: BlockPo
     assert pool.stats().referenced == 0
 
 
+def test_pages_of_the_oldest_step_come_free_while_later_ones_are_in_flight(pool: BlockPool) -> None:
+    in_flight, first, second = PagesInFlight(pool), Landing(landed=False), Landing(landed=False)
+    pages = take(pool, 5)
+    in_flight.hold(first, [pages[:2]])
+    in_flight.hold(second, [pages[2:]])
+    pool.release(pages)
+    first.landed = True
+    in_flight.release_landed()
+    assert pool.stats().referenced == 3
+
+
 def test_nothing_is_held_for_rows_that_stand_in_their_pages_or_for_none(pool: BlockPool) -> None:
     in_flight, pages = PagesInFlight(pool), take(pool, 2)
     in_flight.hold(Landing(landed=True), [pages])
