@@ -87,6 +87,7 @@ def test_a_repeat_goes_on_when_the_first_attempt_leaves(services: Services, slow
         assert answer.status_code == 200, answer.text
         records = service.client.get("/saves").json()["data"]
         assert [record["status"] for record in records] == ["completed"] * first.get("n", 1)
+        records = [service.record(record["id"]) for record in records]
         assert [len(record["output"]["token_ids"]) for record in records] == [50] * len(records)
         texts = {record["output"]["text"] for record in records}
         assert all(json.dumps(text, ensure_ascii=False)[1:-1] in answer.text for text in texts)

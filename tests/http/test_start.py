@@ -23,8 +23,8 @@ from service.http import server
 from service.http.server import listen
 from service.saves import orphans
 from service.saves.reaper import Reaper
+from tests.http.child import RUN
 from tests.http.gate import Gate
-from tests.http.test_lifecycle import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
