@@ -21,7 +21,7 @@ from engine.device.resolve import dtype_name, resolve_device, resolve_dtype, use
 from engine.errors import ConfigError
 from engine.execution.recording import GraphRecording, caches_of, recorder_for
 from engine.execution.runner import ModelRunner
-from engine.models.base import Model
+from engine.models.base import Model, ModelConfig
 from engine.models.linear import choose_linears
 from engine.models.loader import load_model, read_model_config
 from engine.models.ops import NativeOps
@@ -64,7 +64,7 @@ def build_engine(
     device = resolve_device(config.device)
     use_device(device)
     dtype = resolve_dtype(config.dtype, described.checkpoint_dtype, device)
-    max_model_len = _max_model_len(config, described.max_model_len)
+    max_model_len = _max_model_len(config, described)
     threads = config.threads or usable_cpus()
     torch.set_num_threads(threads)
     if device.type == "cpu":
@@ -123,6 +123,7 @@ def assemble(
         num_pages - 1,
         sink.capacity,
         config.prompt_logprobs_memory,
+        described.has_head,
     )
     scheduler = Scheduler(
         kv,
@@ -177,11 +178,11 @@ def _kernels(switch: Switch, device: torch.device, dtype: torch.dtype, threads: 
         return None, str(error)
 
 
-def _max_model_len(config: EngineConfig, checkpoint: int) -> int:
+def _max_model_len(config: EngineConfig, described: ModelConfig) -> int:
     if config.max_model_len is None:
-        return checkpoint
-    if config.max_model_len > checkpoint:
-        raise ConfigError(f"--max-model-len {config.max_model_len} is above what the model was made for, {checkpoint}")
+        return described.max_model_len
+    if config.max_model_len > described.max_model_len and not described.extendable:
+        raise ConfigError(f"--max-model-len {config.max_model_len} is above what the model was made for, {described.max_model_len}")
     return config.max_model_len
 
 

@@ -73,7 +73,16 @@ class EngineCore:
         self._pages = PagesInFlight(parts.states.pool)
         layers, trim = parts.limits.num_layers, parts.trim_last_layer
         self._steps = StepExecutor(
-            parts.runner, parts.sampler, parts.scheduler, parts.kv, self._pages, layers, parts.device, trim=trim, stream=parts.stream
+            parts.runner,
+            parts.sampler,
+            parts.scheduler,
+            parts.kv,
+            self._pages,
+            layers,
+            parts.device,
+            trim=trim,
+            has_head=parts.limits.has_head,
+            stream=parts.stream,
         )
         self._in_flight: deque[LaunchedStep] = deque()
         """Launched steps, the oldest first."""

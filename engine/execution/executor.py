@@ -104,6 +104,7 @@ class StepExecutor:
         device: torch.device,
         *,
         trim: bool = True,
+        has_head: bool = True,
         stream: CopyStream | None = None,
     ) -> None:
         """`stream` brings token ids and log-probabilities to the host."""
@@ -116,7 +117,7 @@ class StepExecutor:
         self._device = device
         self._trim = trim
         self._stream = stream or copy_stream(device)
-        self._probe = Probe(kv, num_layers)
+        self._probe = Probe(kv, num_layers, has_head=has_head)
 
     def launch(self, planned: Sequence[Chunk], before: LaunchedStep | None = None) -> LaunchedStep:
         """Gives the device a step, whose tokens nobody waits for yet. `before`: the step before, if that is in flight still.
@@ -203,8 +204,8 @@ class StepExecutor:
             if step is None:
                 return None
             output = self._runner.run(step)
-            assert output.logits is not None
-            self._sampler.sample(output.logits, [self._probe.sampled_row])
+            if output.logits is not None:
+                self._sampler.sample(output.logits, [self._probe.sampled_row])
         except Exception as error:
             _log.error("a step without any request failed as well: %s: %s", type(error).__name__, error)
             return False

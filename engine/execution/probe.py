@@ -18,13 +18,15 @@ PROBE_REQUEST = "probe"
 
 
 class Probe:
-    """One token through all layers and the head, sampled; a row of the first layer and of the last ones goes to the null page.
+    """One token through all layers and the head (where there is one), sampled; a row of the first layer and of the last ones goes to the
+    null page.
 
     Its keys and values lie in blocks of its own while it lasts, since attention reads no null block.
     """
 
-    def __init__(self, kv: KVCache, num_layers: int) -> None:
+    def __init__(self, kv: KVCache, num_layers: int, *, has_head: bool = True) -> None:
         self._kv = kv
+        self._has_head = has_head
         self._num_layers = num_layers
         request = EngineRequest(PROBE_REQUEST, (0,), SamplingParams(max_tokens=1, temperature=0.0))
         self._sequence = TokenSequence(request, 0, num_layers, [0], {}, kv.new_tables(num_layers))
@@ -35,14 +37,15 @@ class Probe:
         sequence = self._sequence
         if self._kv.extend(sequence.tables, 0, 1) < 1:
             return None
-        step = build_step([Chunk(sequence, 0, 1, self._num_layers, samples=True)], self._kv, self._num_layers)
+        step = build_step([Chunk(sequence, 0, 1, self._num_layers, samples=self._has_head)], self._kv, self._num_layers)
         return replace(step, captures={layer: _null_page() for layer in self._captured()})
 
     def end(self) -> None:
         self._kv.release(self._sequence.tables)
 
     def _captured(self) -> list[LayerId]:
-        return [0, self._num_layers, "norm"]
+        # A row that nobody samples goes through the last layer only as far as others need it.
+        return [0, self._num_layers, "norm"] if self._has_head else [self._num_layers - 1]
 
 
 def _null_page() -> CaptureInput:

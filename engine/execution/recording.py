@@ -51,6 +51,8 @@ class GraphRecording:
             self.told = "off"
         elif self._backend is None or make_recorder(model.device) is None:
             self._give_up(f"attention {backend.name} on {model.device.type} has none")
+        elif not model.config.has_head:
+            self._give_up("the model has no LM head, so no text is generated")
 
     def bytes_needed(self, specs: Sequence[KVSpec]) -> int:
         """What the graphs will take of the device's memory: they are recorded over a cache that holds nothing, and dropped again.

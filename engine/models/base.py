@@ -21,7 +21,11 @@ class ModelConfig:
     """Positions the checkpoint was made for."""
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: torch.dtype
-    """bfloat16 where the checkpoint names none."""
+    """Where the configuration names none, that of the stored weights."""
+    extendable: bool = False
+    """The model may be run with more positions than `max_model_len`: its rotary scaling (dynamic NTK) is made for any length."""
+    has_head: bool = True
+    """False where the checkpoint has no LM head: it has hidden states, but no text and no log-probabilities."""
 
 
 class AttentionContext(Protocol):

@@ -1,6 +1,7 @@
 """The configurable decoder: packed rows through the layers, the residual stream handed out after each."""
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import embedding
@@ -21,7 +22,7 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int, ops: Ops | None = None) -> None:
         """`max_model_len` is the context limit that the model runs with; positions must be below it. `ops`: torch's where None."""
-        self.config = config.model
+        self.config = replace(config.model, has_head=weights.head is not None)
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._decoder = config
@@ -65,7 +66,9 @@ class Decoder:
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[rows, vocab]` in float32."""
-        logits = self._weights.head(normed).float()
+        head = self._weights.head
+        assert head is not None, "a request for text was let through to a model without a head"
+        logits = head(normed).float()
         cap = self._decoder.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -44,3 +44,5 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
     """logits = cap * tanh(logits / cap)."""
+    multimodal: bool = False
+    """The checkpoint holds a model of images or sound as well, of which nothing is loaded."""

@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 from torch.nn.functional import gelu, relu, silu
 
+from engine.models.architectures import find_family, text_settings
 from engine.models.base import ModelConfig
+from engine.models.checkpoint import has_weights, stored_dtype
 from engine.models.decoder_config import DecoderConfig, NormNames
-from engine.models.hf_config import JsonObject, checkpoint_dtype, eos_token_ids, read_config
-from engine.models.rope import Rope, YarnRope
+from engine.models.end_tokens import eos_token_ids
+from engine.models.hf_config import DEFAULT_DTYPE, JsonObject, named_dtype, read_config
+from engine.models.rope import DynamicRope, Rope, YarnRope
 from engine.models.rope_config import read_rope, read_ropes_by_layer_type
 
 
@@ -31,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 REFUSED_SETTINGS: dict[str, tuple[object, ...]] = {
-    "quantization_config": (None,),
+    "quantization_config": (None, {}),
     "is_causal": (None, True),
     "use_bidirectional_attention": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -45,24 +48,27 @@ transformers reads it and never applies it, so what such a checkpoint wants is u
 def read_decoder_config(folder: Path) -> DecoderConfig:
     """Raises `ModelError` for a folder that is damaged, of another architecture or with a setting that isn't built."""
     config = read_config(folder)
-    architecture = _architecture(config)
+    architecture, family_name = find_family(config)
+    family, text = FAMILIES[family_name], text_settings(config)
     for name, harmless in REFUSED_SETTINGS.items():
-        if config.get(name) not in harmless:
-            if name == "quantization_config":
-                raise config.error("quantised checkpoints are not supported (quantization_config is set)")
-            raise config.error(f"{name} = {config.get(name)!r} is not supported")
-    family = FAMILIES[architecture]
-    decoder = family.build(config.with_defaults(family.defaults))
-    model = replace(decoder.model, architecture=architecture, eos_token_ids=eos_token_ids(folder, config))
-    return replace(decoder, model=model)
+        for settings in (config, text):
+            if settings.get(name) not in harmless:
+                raise settings.error(_refusal(name, settings.get(name)))
+    decoder = family.build(text.with_defaults(family.defaults, family.nullable))
+    dtype = named_dtype(text) or named_dtype(config) or _stored_dtype(folder)
+    tokens = text if text.get("eos_token_id") is not None else config
+    model = replace(decoder.model, architecture=architecture, eos_token_ids=eos_token_ids(folder, tokens), checkpoint_dtype=dtype)
+    return replace(decoder, model=model, multimodal=text is not config)
 
 
-def _architecture(config: JsonObject) -> str:
-    names = config.get("architectures")
-    found = names[0] if isinstance(names, list) and names else _MODEL_TYPES.get(config.text("model_type", ""))
-    if found not in FAMILIES:
-        raise config.error(f"architecture {found or 'unnamed'} is not supported; supported are {', '.join(FAMILIES)}")
-    return str(found)
+def _stored_dtype(folder: Path) -> torch.dtype:
+    return (stored_dtype(folder) if has_weights(folder) else None) or DEFAULT_DTYPE
+
+
+def _refusal(name: str, value: object) -> str:
+    if name == "quantization_config":
+        return "quantised checkpoints are not supported (quantization_config is set)"
+    return f"{name} = {value!r} is not supported"
 
 
 def _llama(config: JsonObject) -> DecoderConfig:
@@ -194,51 +200,75 @@ def _activation(config: JsonObject, setting: str) -> str:
 
 
 def _model_config(config: JsonObject, ropes: Sequence[Rope]) -> ModelConfig:
-    """Architecture and end tokens are filled in by the caller."""
-    # YaRN checkpoints often keep the original context in max_position_embeddings; the factor says what they are made for.
-    extended = [int(rope.factor * rope.original_length) for rope in ropes if isinstance(rope, YarnRope)]
+    """Architecture, end tokens and dtype are filled in by the caller."""
+    # YaRN checkpoints often keep the original context in max_position_embeddings; where they name it, the factor says what they are
+    # made for.
+    named = [rope.context_length for rope in ropes if isinstance(rope, YarnRope) and rope.context_length is not None]
     return ModelConfig(
         architecture="",
         num_layers=_num_layers(config),
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
-        max_model_len=max([config.integer("max_position_embeddings"), *extended]),
+        max_model_len=max([config.integer("max_position_embeddings"), *named]),
         eos_token_ids=(),
-        checkpoint_dtype=checkpoint_dtype(config),
+        checkpoint_dtype=DEFAULT_DTYPE,
+        extendable=any(isinstance(rope, DynamicRope) for rope in ropes),
     )
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture's configuration is read."""
+    """How the configuration of one kind of decoder is read."""
 
     build: Callable[[JsonObject], DecoderConfig]
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Of settings that are absent; a null is left as it is."""
+    """Of settings that are absent, or null where null has no meaning of its own: those of transformers 5."""
+    nullable: frozenset[str] = frozenset({"num_key_value_heads", "head_dim", "sliding_window"})
 
 
-_QWEN2_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-_GEMMA3_DEFAULTS = {
+_LLAMA_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_MISTRAL_DEFAULTS: Mapping[str, object] = {
+    **_LLAMA_DEFAULTS,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 4096 * 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+_QWEN2_DEFAULTS: Mapping[str, object] = {
+    **_LLAMA_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA3_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
+    "max_position_embeddings": 131_072,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
 
-FAMILIES = {
-    "LlamaForCausalLM": Family(_llama),
-    "MistralForCausalLM": Family(_mistral, {"num_key_value_heads": 8, "sliding_window": 4096}),
-    "Qwen2ForCausalLM": Family(_qwen2, _QWEN2_DEFAULTS),
-    "Qwen3ForCausalLM": Family(_qwen3, {**_QWEN2_DEFAULTS, "head_dim": 128}),
-    "Gemma3ForCausalLM": Family(_gemma3, _GEMMA3_DEFAULTS),
-}
-
-_MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(_llama, _LLAMA_DEFAULTS),
+    "mistral": Family(_mistral, _MISTRAL_DEFAULTS),
+    "qwen2": Family(_qwen2, _QWEN2_DEFAULTS),
+    "qwen3": Family(_qwen3, {**_QWEN2_DEFAULTS, "head_dim": 128}),
+    "gemma3": Family(_gemma3, _GEMMA3_DEFAULTS),
 }

@@ -10,23 +10,24 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from engine.errors import ModelError
-from engine.models.gguf_families import TOP_NAMES, GGUFFamily, family_of
+from engine.models.gguf_families import ROPE_FACTORS, TOP_NAMES, GGUFFamily, family_of
 from engine.models.gguf_file import GGUFFile
+from engine.models.gguf_settings import GGUFSettings
 from engine.models.gguf_tokenizer import build_tokenizer, special_token_ids, tokenizer_config
 
 Progress = Callable[[str], None]
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raised when the same GGUF would give another folder: folders made by an older converter are then made anew."""
 SHARD_BYTES = 4 << 30
 """A shard is held in memory while it is written."""
 
 
 def convert_gguf(path: Path, folder: Path, name: str, progress: Progress) -> None:
-    """Fills the empty `folder` from the GGUF file at `path`: llama and gemma3 architectures.
+    """Fills the empty `folder` from the GGUF file at `path` (the architectures of `gguf_families.py`), or from all parts of a split one.
 
-    Weights are stored as the exact float32 values of the quantised ones. The configuration names no dtype: float32 is the form
-    they are stored in, not the one the checkpoint was made in. Raises `ModelError` for a file that can't be converted faithfully.
+    Weights are stored as the exact float32 values of the quantised ones. The configuration names the dtype that the matrices are
+    stored in, bfloat16 where they are quantised. Raises `ModelError` for a file that can't be converted faithfully.
     """
     file = GGUFFile(path)
     family = family_of(file.metadata)
@@ -60,20 +61,32 @@ def _config(file: GGUFFile, family: GGUFFamily) -> dict[str, Any]:
     num_tokens = len(file.metadata.get("tokenizer.ggml.tokens", list))
     if num_tokens > vocab_size:
         raise ModelError(f"{file.metadata.source} lists {num_tokens} tokens, but embeds only {vocab_size}")
-    return family.config(file.metadata) | {
+    settings = GGUFSettings(file.metadata)
+    factors = file.read(ROPE_FACTORS).tolist() if ROPE_FACTORS in file.tensors else None
+    config = family.config(settings, factors)
+    settings.refuse_unknown()
+    return config | {
         "vocab_size": vocab_size,
+        "dtype": file.dtype,
+        "attention_bias": _has_biases(file, family),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **special_token_ids(file.metadata),
     }
 
 
+def _has_biases(file: GGUFFile, family: GGUFFamily) -> bool:
+    return any(f"blk.0.{name}.bias" in file.tensors for name in family.optional_biases)
+
+
 def _tensor_names(file: GGUFFile, family: GGUFFamily, num_layers: int) -> dict[str, str]:
     """GGUF name to Hugging Face name of every tensor. Raises for one that is missing, or that this conversion would lose."""
     names = {name: target for name, target in TOP_NAMES.items() if name != "output.weight" or name in file.tensors}
+    biases = (*family.biases, *(family.optional_biases if _has_biases(file, family) else ()))
     for layer in range(num_layers):
-        names |= {f"blk.{layer}.{name}.weight": f"model.layers.{layer}.{target}.weight" for name, target in family.layer_names.items()}
+        kinds = [(name, "weight") for name in family.layer_names] + [(name, "bias") for name in biases]
+        names |= {f"blk.{layer}.{name}.{kind}": f"model.layers.{layer}.{family.layer_names[name]}.{kind}" for name, kind in kinds}
     missing = sorted(names.keys() - file.tensors.keys())
-    unknown = sorted(file.tensors.keys() - names.keys())
+    unknown = sorted(file.tensors.keys() - names.keys() - {ROPE_FACTORS})
     if missing:
         raise ModelError(f"{file.metadata.source} lacks the tensor {missing[0]} ({len(missing)} missing in all)")
     if unknown:
@@ -92,11 +105,11 @@ def _restored(weights: NDArray[np.float32], name: str, family: GGUFFamily, confi
 
 
 def unpermute(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of a projection `[heads * head_dim, width]` from interleaved rotary order back to halves.
+    """Rows of a projection `[heads * head_dim, width]`, or of its bias `[heads * head_dim]`, from interleaved rotary order back to halves.
 
     llama.cpp's conversion splits each head's rows into two halves and interleaves them; this undoes it.
     """
-    pairs = weights.reshape(heads, -1, 2, weights.shape[-1])  # [heads, head_dim / 2, 2, width]
+    pairs = weights.reshape(heads, -1, 2, *weights.shape[1:])  # [heads, head_dim / 2, 2, width]
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
 
 

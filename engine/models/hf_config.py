@@ -1,7 +1,7 @@
 """Reads a checkpoint folder's JSON files. Every value is checked where it is read; errors name the file and the field."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from engine.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_DTYPE = torch.bfloat16
-"""For checkpoints that name none."""
+"""For checkpoints that name none and whose weights don't tell."""
 
 
 def read_json_object(path: Path) -> dict[str, object]:
@@ -36,9 +36,10 @@ class JsonObject:
     def get(self, name: str) -> object:
         return self.values.get(name)
 
-    def with_defaults(self, defaults: Mapping[str, object]) -> "JsonObject":
-        """The same object with absent settings (not nulls) filled in."""
-        return JsonObject(self.source, {**defaults, **self.values})
+    def with_defaults(self, defaults: Mapping[str, object], nullable: Collection[str] = ()) -> "JsonObject":
+        """The same object with absent settings filled in, and nulls too but for those of `nullable`, where null has a meaning."""
+        given = {name: value for name, value in self.values.items() if value is not None or name in nullable or name not in defaults}
+        return JsonObject(self.source, {**defaults, **given})
 
     def error(self, message: str) -> ModelError:
         return ModelError(f"{self.source}: {message}")
@@ -120,30 +121,11 @@ def read_config(folder: Path) -> JsonObject:
     return JsonObject(str(path), read_json_object(path))
 
 
-def checkpoint_dtype(config: JsonObject) -> torch.dtype:
-    """`dtype` (transformers 5) or `torch_dtype` (earlier); bfloat16 where neither says."""
+def named_dtype(config: JsonObject) -> torch.dtype | None:
+    """`dtype` (transformers 5) or `torch_dtype` (earlier); None where neither says."""
     name = config.text("dtype", config.text("torch_dtype", "auto")).removeprefix("torch.")
     if name == "auto":
-        return DEFAULT_DTYPE
+        return None
     if name not in DTYPES:
         raise config.error(f"dtype {name} is not supported; supported are {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def eos_token_ids(folder: Path, config: JsonObject) -> tuple[int, ...]:
-    """From `generation_config.json` where it names any, else from `config.json`."""
-    path = folder / "generation_config.json"
-    if path.is_file():
-        generation = JsonObject(str(path), read_json_object(path))
-        if ids := _token_ids(generation, "eos_token_id"):
-            return ids
-    return _token_ids(config, "eos_token_id")
-
-
-def _token_ids(config: JsonObject, name: str) -> tuple[int, ...]:
-    value = config.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise config.error(f"{name} must be a token id or a list of them, not {value!r}")
-    return tuple(dict.fromkeys(ids))

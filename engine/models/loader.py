@@ -11,6 +11,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_decoder_config
 from engine.models.linear import DenseLinears, Linears
 from engine.models.ops import Ops
+from engine.models.tensor_names import is_of_other_modality
 from engine.models.weights import WeightLoader
 
 
@@ -45,5 +46,14 @@ def load_model(
     """
     config = read_decoder_config(folder)
     linears = linears or DenseLinears(dtype, device)
-    weights = WeightLoader(config, Checkpoint(folder, progress), linears, dtype=dtype, device=device).load(folder)
+    checkpoint = Checkpoint(folder, progress, wanted=_of_text if config.multimodal else _all)
+    weights = WeightLoader(config, checkpoint, linears, dtype=dtype, device=device).load(folder)
     return Decoder(config, weights, max_model_len or config.model.max_model_len, ops)
+
+
+def _of_text(name: str) -> bool:
+    return not is_of_other_modality(name)
+
+
+def _all(name: str) -> bool:
+    return True

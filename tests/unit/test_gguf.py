@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from engine.errors import ModelError
 from engine.models import gguf as converter
+from engine.models.gguf_file import GGUFFile
 from engine.models.source import resolve_model
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 16, 4, 2, 4, 24, 10
@@ -64,12 +65,17 @@ def _metadata(arch: str, layers: int) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Tensors) -> Path:
+def _write(
+    path: Path, arch: str, metadata: Mapping[str, Any], tensors: Tensors, quantised: gguf.GGMLQuantizationType | None = None
+) -> Path:
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         _add(writer, key, value)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
+        if quantised is not None and tensor.ndim > 1:
+            writer.add_tensor(name, gguf.quants.quantize(tensor, quantised), raw_dtype=quantised)
+        else:
+            writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -152,9 +158,9 @@ def test_the_head_is_tied_only_where_the_file_has_none_of_its_own(tmp_path: Path
     np.testing.assert_array_equal(load_file(folder / "model.safetensors")["lm_head.weight"], head)
 
 
-def test_the_configuration_names_no_dtype_and_has_the_shortest_decimals(tmp_path: Path) -> None:
+def test_the_configuration_has_the_shortest_decimals(tmp_path: Path) -> None:
     config = _config(_convert(tmp_path))
-    assert not {"dtype", "torch_dtype", "quantization_config"} & config.keys()
+    assert "quantization_config" not in config
     assert (config["rms_norm_eps"], config["rope_theta"]) == (1e-5, 12345.0)
     assert (config["num_key_value_heads"], config["head_dim"], config["vocab_size"]) == (KV_HEADS, HEAD_DIM, VOCAB)
 
@@ -219,8 +225,8 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_would_be_lost_is_named(tmp_path: Path) -> None:
-    tensors = _tensors(2) | {"rope_freqs.weight": np.ones(2, dtype=np.float32)}
-    with pytest.raises(ModelError, match=r"holds the tensor rope_freqs\.weight, whose meaning is not known"):
+    tensors = _tensors(2) | {"rope_short.weight": np.ones(2, dtype=np.float32)}
+    with pytest.raises(ModelError, match=r"holds the tensor rope_short\.weight, whose meaning is not known"):
         _convert(tmp_path, tensors=tensors)
 
 
@@ -252,7 +258,7 @@ def test_what_cannot_be_converted_faithfully_is_refused(metadata: dict[str, Any]
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     path = _write(tmp_path / "m.gguf", "bert", {}, {"token_embd.weight": np.ones((2, 2), dtype=np.float32)})
-    with pytest.raises(ModelError, match="is of architecture 'bert'; GGUF files of gemma3, llama can be used"):
+    with pytest.raises(ModelError, match="is of architecture 'bert'; GGUF files of gemma3, llama, qwen2, qwen3 can be used"):
         resolve_model(str(path), cache=tmp_path / "cache")
 
 
@@ -261,5 +267,143 @@ def test_a_damaged_file_is_refused(keep: int, tmp_path: Path) -> None:
     _convert(tmp_path)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes((tmp_path / "tiny.gguf").read_bytes()[:keep])
-    with pytest.raises(ModelError, match=r"broken\.gguf is not a readable GGUF file"):
+    with pytest.raises(ModelError, match=r"broken\.gguf is not a GGUF file, or it is damaged or cut short"):
         resolve_model(str(broken), cache=tmp_path / "cache")
+
+
+KINDS = gguf.GGMLQuantizationType
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(KINDS.F32, "float32"), (KINDS.F16, "float16"), (KINDS.BF16, "bfloat16"), (KINDS.Q8_0, "bfloat16")], ids=str
+)
+def test_the_dtype_is_that_of_the_matrices_and_bfloat16_where_they_are_quantised(
+    kind: gguf.GGMLQuantizationType, dtype: str, tmp_path: Path
+) -> None:
+    tensors = {name: np.zeros((*tensor.shape[:-1], 32), np.float32) if tensor.ndim > 1 else tensor for name, tensor in _tensors(1).items()}
+    path = _write(tmp_path / "x.gguf", "llama", _metadata("llama", 1), tensors, kind)
+    assert GGUFFile(path).dtype == dtype
+
+
+CHANGES_RESULTS: list[dict[str, Any]] = [
+    {"llama.expert_count": 8},
+    {"llama.attention.causal": False},
+    {"llama.attention.scale": 0.3},
+    {"llama.logit_scale": 0.5},
+    {"llama.embedding_scale": 12.0},
+    {"llama.residual_scale": 0.2},
+    {"llama.attn_logit_softcapping": 50.0},
+    {"llama.final_logit_softcapping": 30.0},
+    {"llama.attention.clamp_kqv": 8.0},
+    {"llama.attention.value_length": 8},
+    {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.scaling.yarn_log_multiplier": 0.1},
+    {"llama.rope.scaling.attn_factor": 1.2, "llama.rope.scaling.factor": 2.0},
+    {"llama.something.new": 1},
+]
+
+
+@pytest.mark.parametrize("metadata", CHANGES_RESULTS, ids=str)
+def test_a_key_that_changes_results_or_is_not_known_is_refused_by_name(metadata: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        _convert(tmp_path, metadata=metadata)
+    assert any(key in str(caught.value) for key in metadata)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.expert_count": 0, "llama.attention.causal": True, "llama.attention.scale": HEAD_DIM**-0.5, "llama.logit_scale": 1.0},
+        {"llama.vocab_size": VOCAB, "llama.tensor_data_layout": "Meta AI original pth", "llama.rope.scaling.attn_factor": 1.0},
+    ],
+)
+def test_keys_that_change_nothing_are_taken(metadata: dict[str, Any], tmp_path: Path) -> None:
+    assert _config(_convert(tmp_path, metadata=metadata))["rope_scaling"] is None
+
+
+@pytest.mark.parametrize("metadata", [{"llama.rope.scaling.factor": 2.0}, {"llama.rope.scale_linear": 2.0}], ids=str)
+def test_a_factor_without_a_type_scales_linearly_as_in_llama_cpp(metadata: dict[str, Any], tmp_path: Path) -> None:
+    assert _config(_convert(tmp_path, metadata=metadata))["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_yarns_attention_factor_is_the_product_that_llama_cpp_computes(tmp_path: Path) -> None:
+    metadata = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.attn_factor": 0.5,
+        "llama.rope.scaling.yarn_beta_fast": 16.0,
+    }
+    scaling = _config(_convert(tmp_path, metadata=metadata))["rope_scaling"]
+    assert scaling["attention_factor"] == pytest.approx(0.5 * (0.1 * np.log(4) + 1))
+    assert scaling["beta_fast"] == 16.0
+
+
+def test_rope_frequencies_divide_every_frequency(tmp_path: Path) -> None:
+    """As Llama 3.1 files have them."""
+    folder = _convert(tmp_path, tensors=_tensors(2) | {"rope_freqs.weight": np.array([1.0, 8.0], np.float32)})
+    scaling = _config(folder)["rope_scaling"]
+    assert (scaling["rope_type"], scaling["short_factor"], scaling["long_factor"]) == ("longrope", [1.0, 8.0], [1.0, 8.0])
+    assert scaling["attention_factor"] == 1.0
+    assert "rope_freqs" not in " ".join(load_file(folder / "model.safetensors"))
+
+
+def test_a_llama_file_with_a_window_is_a_mistral_model(tmp_path: Path) -> None:
+    config = _config(_convert(tmp_path, metadata={"llama.attention.sliding_window": 32}))
+    assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], 32)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sliding"),
+    [(None, [1, 1, 1, 1, 1, 0]), (3, [1, 1, 0, 1, 1, 0]), ([True, False] * 3, [1, 0, 1, 0, 1, 0])],
+    ids=str,
+)
+def test_gemma_layers_slide_as_the_file_says(pattern: object, sliding: list[int], tmp_path: Path) -> None:
+    metadata = {
+        "gemma3.attention.sliding_window": 8,
+        "gemma3.attention.sliding_window_pattern": pattern,
+        "gemma3.rope.freq_base_swa": 500.0,
+    }
+    config = _config(_convert(tmp_path, "gemma3", 6, metadata))
+    assert [kind == "sliding_attention" for kind in config["layer_types"]] == [bool(value) for value in sliding]
+    assert config["rope_local_base_freq"] == 500.0
+
+
+def test_qwen2_files_have_biases_and_rows_in_their_order(tmp_path: Path) -> None:
+    sizes = {"attn_q": 16, "attn_k": 8, "attn_v": 8}
+    biases = {f"blk.{layer}.{name}.bias": np.ones(size, np.float32) for layer in range(2) for name, size in sizes.items()}
+    stored = _tensors(2) | biases
+    loaded = load_file(_convert(tmp_path, "qwen2", tensors=stored) / "model.safetensors")
+    np.testing.assert_array_equal(loaded["model.layers.1.self_attn.q_proj.weight"], stored["blk.1.attn_q.weight"])
+    np.testing.assert_array_equal(loaded["model.layers.1.self_attn.k_proj.bias"], stored["blk.1.attn_k.bias"])
+
+
+def test_the_biases_of_a_llama_file_are_put_back_with_their_rows(tmp_path: Path) -> None:
+    sizes = {"attn_q": 16, "attn_k": 8, "attn_v": 8, "attn_output": 16}
+    biases = {f"blk.{layer}.{name}.bias": np.arange(size, dtype=np.float32) for layer in range(2) for name, size in sizes.items()}
+    folder = _convert(tmp_path, tensors=_tensors(2) | biases)
+    assert _config(folder)["attention_bias"] is True
+    bias = load_file(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.bias"]
+    np.testing.assert_array_equal(bias[:4], [0, 2, 1, 3])
+
+
+def test_all_parts_of_a_split_file_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    tensors = _tensors(2)
+    names = list(tensors)
+    split = {"split.count": 2, "split.tensors.count": len(names)}
+    parts = [tmp_path / f"x-0000{number}-of-00002.gguf" for number in (1, 2)]
+    _write(parts[0], "llama", _metadata("llama", 2) | split, {name: tensors[name] for name in names[:5]})
+    _write(parts[1], "llama", split, {name: tensors[name] for name in names[5:]})
+    for part in parts:
+        folder = resolve_model(str(part), cache=tmp_path / "cache").folder
+        assert len(load_file(folder / "model.safetensors")) == len(names)
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=r"the part x-00002-of-00002\.gguf is missing \(1 of 2 are\)"):
+        resolve_model(str(parts[0]), cache=tmp_path / "elsewhere")
+
+
+def test_a_tensor_of_a_type_that_is_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr("engine.models.gguf_file.dequantize", refuse)
+    with pytest.raises(ModelError, match=r"tensor token_embd\.weight is of type F32, which is not read"):
+        _convert(tmp_path)
