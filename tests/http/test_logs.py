@@ -146,7 +146,8 @@ def connected(service: Logged) -> socket.socket:
 
 def test_an_answer_that_a_client_did_not_wait_for_is_logged_as_aborted(verbose: Logged) -> None:
     body = json.dumps({"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: left\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    fields = {"Host": "localhost", "X-Request-Id": "left", "Content-Type": "application/json", "Content-Length": len(body)}
+    head = "\r\n".join(["POST /v1/completions HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())])
     with connected(verbose) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         assert connection.recv(20).startswith(b"HTTP/1.1 200")
