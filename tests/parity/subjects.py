@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.parity.exact import in_float64
 from tests.parity.ways import Subject, compute_known
 
+NUM_RANDOM = 70
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
 STORY = """The harbour master kept two ledgers. In the first he wrote what came in: grain from the south, timber, salt in grey
@@ -26,11 +28,14 @@ def tiny_subject(folder: Path, reference: PreTrainedModel, *, all_windowed: bool
     """Three random prompts; the first two share 27 tokens, more than any of the tiny windows."""
     generator = torch.Generator().manual_seed(7)
     first, second, third = (torch.randint(3, 97, (length,), generator=generator).tolist() for length in (52, 22, 37))
-    return Subject(folder, [compute_known(reference, prompt) for prompt in (first, first[:27] + second, third)], all_windowed)
+    exact = in_float64(reference)
+    return Subject(folder, [compute_known(reference, prompt, exact) for prompt in (first, first[:27] + second, third)], all_windowed)
 
 
 def real_subject(folder: Path, *, lengths: Sequence[int], num_shared: int) -> Subject:
-    """A real checkpoint with prompts of English text, two or more; the first two share `num_shared` tokens."""
+    """A real checkpoint with prompts of English text, two or more, the first two with `num_shared` tokens in common, and one of random ids:
+    text hides rows that are badly conditioned.
+    """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     token_ids = tokenizer.encode(STORY).ids
     token_ids = token_ids * (1 + sum(lengths) // len(token_ids))
@@ -38,7 +43,9 @@ def real_subject(folder: Path, *, lengths: Sequence[int], num_shared: int) -> Su
     second = first[:num_shared] + token_ids[lengths[0] : lengths[0] + lengths[1] - num_shared]
     others = [token_ids[20 : 20 + length] for length in lengths[2:]]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    return Subject(folder, [compute_known(reference, prompt) for prompt in (first, second, *others)])
+    random = torch.randint(0, tokenizer.get_vocab_size(), (NUM_RANDOM,), generator=torch.Generator().manual_seed(11)).tolist()
+    exact = in_float64(reference)
+    return Subject(folder, [compute_known(reference, prompt, exact) for prompt in (first, second, random, *others)])
 
 
 def smollm2_subject(folder: Path) -> Subject:

@@ -27,7 +27,8 @@ from engine.saves.spec import SaveSpec
 from engine.scheduling.limits import RequestLimits
 from engine.scheduling.prefix import PrefixFinder
 from engine.scheduling.scheduler import Scheduler
-from tests.parity.ways import Errors, Known, compute_known
+from tests.parity.exact import Errors, in_float64
+from tests.parity.ways import Known, compute_known
 from tests.unit.core_fakes import FakeJob, Listener, Target
 
 CPU, MAX_LEN, BATCH_TOKENS = torch.device("cpu"), 700, 150
@@ -100,9 +101,8 @@ class SmallCore:
         rows = torch.stack([self.jobs[name].rows[position] for position in range(total)])  # [tokens, layers, width]
         errors = Errors()
         for index, layer in enumerate(self.layers):
-            errors.add(rows[:, index], known.states[layer][:total])
-        assert 0 < errors.row <= 1e-5
-        assert 0 < errors.layer <= 5e-6
+            errors.add(rows[:, index], known.states[layer][:total], known.yardstick[layer][:total])
+        errors.check()
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,8 @@ def gemma(tiny_model: Callable[..., object]) -> tuple[Model, list[Known]]:
     first, second, third = (torch.randint(3, 97, (length,), generator=generator).tolist() for length in (570, 30, 61))
     prompts = (first, first[:PREFIX] + second, third)
     model = load_model(tiny.folder, device=CPU, dtype=torch.float32, max_model_len=MAX_LEN)
-    return model, [compute_known(tiny.reference, prompt) for prompt in prompts]
+    exact = in_float64(tiny.reference)
+    return model, [compute_known(tiny.reference, prompt, exact) for prompt in prompts]
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -1,4 +1,4 @@
-"""Every row of every layer, and the text, against transformers in float32, however the request was run."""
+"""Every row of every layer, and the text, against transformers in float64, however the request was run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.exact import FACTOR, Errors
 from tests.parity.subjects import FAMILIES, smollm2_subject, tiny_subject
-from tests.parity.ways import WAYS, Errors, Subject, Workbench, compare, table
+from tests.parity.ways import WAYS, Subject, Workbench, compare, table
 
-TINY_ROW, TINY_LAYER = 1e-5, 5e-6
-"""Relative L2 error of a single row, and error over the layer's largest value."""
-REAL_ROW, REAL_LAYER = 3e-5, 3e-5
-"""On any number of compute threads: sums are split differently on each."""
+PACKED_ROW = 5e-4
+"""Largest relative L2 error of a row where weights are packed for oneDNN, which sums in an order of its own: single rows are further off
+than the yardstick allows."""
+
+
+SINGLE_ROWS, SINGLE_ROWS_FACTOR = frozenset({"chunks of 1", "output tokens"}), 8.0
+"""Where most rows are computed alone, a product of one row sums each output in one chain; transformers' prompts are summed in blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +53,7 @@ def test_rows_and_text_of_a_tiny_model_equal_transformers(
 ) -> None:
     subject = tiny(family)
     errors = measured[family, way] = compare(subject, WAYS[way](Workbench(subject, tmp_path)))
-    assert 0 < errors.row <= TINY_ROW
-    assert 0 < errors.layer <= TINY_LAYER
+    errors.check()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -58,5 +61,12 @@ def test_rows_and_text_of_smollm2_equal_transformers(
     way: str, smollm2: Subject, measured: dict[tuple[str, str], Errors], tmp_path: Path
 ) -> None:
     errors = measured["SmolLM2", way] = compare(smollm2, WAYS[way](Workbench(smollm2, tmp_path)))
-    assert 0 < errors.row <= REAL_ROW
-    assert 0 < errors.layer <= REAL_LAYER
+    errors.check(SINGLE_ROWS_FACTOR if way in SINGLE_ROWS else FACTOR)
+
+
+@pytest.mark.parametrize("way", ["cold", "chunks of 7", "full prefix hit", "among 32 others"])
+def test_rows_and_text_of_smollm2_with_packed_weights(
+    way: str, smollm2: Subject, measured: dict[tuple[str, str], Errors], tmp_path: Path
+) -> None:
+    errors = measured["SmolLM2, packed", way] = compare(smollm2, WAYS[way](Workbench(smollm2, tmp_path, "on")))
+    assert 0 < errors.row <= PACKED_ROW

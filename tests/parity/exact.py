@@ -1,0 +1,95 @@
+"""transformers in float64, and its float32 as the yardstick for ours.
+
+A row of ours may be as far from the exact one as transformers' float32 is, twice over: some rows are worse conditioned than others, and
+only a second computation in the same precision tells which.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import torch
+from transformers import PreTrainedModel
+
+FACTOR = 2.0
+"""Of the median, the 99.9th percentile and the largest relative error of a row, ours to transformers' float32."""
+ROW_FACTOR, ROW_FLOOR = 10.0, 1e-5
+"""No row is further off than so many times its own error in transformers' float32, or than this, whichever is larger."""
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that computes everything in float64, where it is called within `float64_only`."""
+    exact: PreTrainedModel = copy.deepcopy(model).double().eval()
+    return exact
+
+
+@contextmanager
+def float64_only() -> Iterator[None]:
+    """transformers computes norms, angles and softmax in float32 whatever the model's dtype is; here they are float64 too."""
+    to, softmax = torch.Tensor.to, torch.nn.functional.softmax
+
+    def to_wide(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        wide = [torch.float64 if value is torch.float32 else value for value in args]
+        return to(tensor, *wide, **{name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()})
+
+    def wide_softmax(tensor: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return softmax(tensor, dim=dim, dtype=torch.float64 if dtype is torch.float32 else dtype)
+
+    with (
+        patch.object(torch.Tensor, "to", to_wide),
+        patch.object(torch.Tensor, "float", lambda tensor: to(tensor, torch.float64)),
+        patch.object(torch.nn.functional, "softmax", wide_softmax),
+    ):
+        yield
+
+
+def row_errors(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Relative L2 error of each row: `[rows]` float64."""
+    assert exact.dtype == torch.float64
+    return (actual.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+
+
+@dataclass
+class Errors:
+    """Of rows of ours and, beside each, of transformers' float32."""
+
+    ours: list[torch.Tensor] = field(default_factory=list)
+    theirs: list[torch.Tensor] = field(default_factory=list)
+    layer: float = 0.0
+    """The largest error over the largest value of a layer."""
+
+    def add(self, actual: torch.Tensor, exact: torch.Tensor, yardstick: torch.Tensor) -> None:
+        """Rows of one layer `[rows, width]`, and transformers' float32 errors of the same rows, `[rows]`."""
+        assert actual.dtype == torch.float32
+        assert actual.shape == exact.shape
+        assert actual.isfinite().all()
+        self.ours.append(row_errors(actual, exact))
+        self.theirs.append(yardstick)
+        self.layer = max(self.layer, ((actual.double() - exact).abs().max() / exact.abs().max()).item())
+
+    @property
+    def row(self) -> float:
+        """The largest relative L2 error of a row."""
+        return torch.cat(self.ours).max().item()
+
+    def ratios(self) -> tuple[float, float, float]:
+        """Ours to transformers' float32: median, 99.9th percentile, largest. Rows that both have exactly are left out."""
+        ours, theirs = torch.cat(self.ours), torch.cat(self.theirs)
+        counted = (ours > 0) | (theirs > 0)
+        ours, theirs = ours[counted], theirs[counted]
+        assert len(ours), "nothing was computed"
+        points = torch.tensor([0.5, 0.999, 1.0], dtype=torch.float64)
+        median, most, largest = (ours.quantile(points) / theirs.quantile(points)).tolist()
+        return median, most, largest
+
+    def check(self, factor: float = FACTOR) -> None:
+        """Fails where rows are further off than the yardstick allows."""
+        ours, theirs = torch.cat(self.ours), torch.cat(self.theirs)
+        assert max(self.ratios()) <= factor, self.ratios()
+        allowed = (ROW_FACTOR * theirs).clamp(min=ROW_FLOOR)
+        worst = int((ours / allowed).argmax())
+        assert bool((ours <= allowed).all()), f"row {worst}: {ours[worst].item():.2e}, transformers' float32 {theirs[worst].item():.2e}"
