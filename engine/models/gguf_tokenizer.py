@@ -7,17 +7,14 @@ merges follow). Token types as in llama.cpp (`llama_token_type`).
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from engine.errors import ModelError
 from engine.models.gguf_file import GGUFMetadata
+from engine.models.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "▁"
-
-_DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "codeshell"})
-"""Pre-tokenizers that cut every digit off before GPT-2's pattern is applied."""
-_PLAIN_GPT2 = frozenset({"gpt-2", "gpt2"})
 
 _SPECIAL_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -81,20 +78,21 @@ def special_token_ids(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def _byte_level(metadata: GGUFMetadata) -> Tokenizer:
+    pre = _pre_tokenizer(metadata)
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", list)]
     vocab = {token: token_id for token_id, token in enumerate(_tokens(metadata))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    pre = metadata.get("tokenizer.ggml.pre", str)
-    if pre in _DIGITS_APART:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    elif pre in _PLAIN_GPT2:
-        tokenizer.pre_tokenizer = byte_level
-    else:
-        known = ", ".join(sorted(_DIGITS_APART | _PLAIN_GPT2))
-        raise ModelError(f"{metadata.source}: the pre-tokenizer {pre!r} is not supported; known are {known}")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre.ignore_merges))
+    tokenizer.pre_tokenizer = pre.build()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _pre_tokenizer(metadata: GGUFMetadata) -> PreTokenizer:
+    """Raises `ModelError` for a name that isn't known, or where there is none: llama.cpp's guess gives wrong tokens for most models."""
+    name = metadata.get("tokenizer.ggml.pre", str)
+    if name not in PRE_TOKENIZERS:
+        raise ModelError(f"{metadata.source}: the pre-tokenizer {name!r} is not supported; known are {', '.join(sorted(PRE_TOKENIZERS))}")
+    return PRE_TOKENIZERS[name]
 
 
 def _sentencepiece(metadata: GGUFMetadata) -> Tokenizer:
@@ -141,10 +139,10 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: GGUFMetadata) -> None:
-    """Control tokens are special and user-defined ones plain; both are found in a text before anything else is."""
+    """Control tokens and the unknown one are special, user-defined ones plain; all are found in a text before anything else is."""
     vocab = tokenizer.get_vocab(with_added_tokens=False)
     typed = list(zip(_tokens(metadata), _types(metadata), strict=True))
-    control = [token for token, kind in typed if kind == CONTROL]
+    control = [token for token, kind in typed if kind in (CONTROL, UNKNOWN)]
     # Runs of spaces are spelled otherwise in the vocabulary; they are merged first instead.
     plain = [token for token, kind in typed if kind == USER_DEFINED and token in vocab]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
@@ -168,8 +166,9 @@ def _template(metadata: GGUFMetadata) -> processors.TemplateProcessing | None:
 
 
 def _adds_bos(metadata: GGUFMetadata) -> bool:
-    # llama.cpp's rule for files that don't say.
-    return metadata.get("tokenizer.ggml.add_bos_token", bool, metadata.get("tokenizer.ggml.model", str) == "llama")
+    """What the file says, else llama.cpp's rule for its kind of tokenizer."""
+    byte_level = metadata.get("tokenizer.ggml.model", str) == "gpt2"
+    return metadata.get("tokenizer.ggml.add_bos_token", bool, _pre_tokenizer(metadata).adds_bos if byte_level else True)
 
 
 def _adds_eos(metadata: GGUFMetadata) -> bool:

@@ -239,7 +239,7 @@ def test_a_tensor_that_would_be_lost_is_named(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 2}, "rotary embedding over 2 of 4 dimensions is not supported"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' is not supported"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizers of kind 'bert' are not supported"),
-        ({"tokenizer.ggml.pre": "tekken"}, "the pre-tokenizer 'tekken' is not supported"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, "the pre-tokenizer 'kimi-k2' is not supported"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "has 2 entries for 10 tokens"),
         ({"tokenizer.ggml.add_bos_token": True}, r"lacks the metadata key tokenizer\.ggml\.bos_token_id"),
         ({"tokenizer.ggml.bos_token_id": 99}, r"tokenizer\.ggml\.bos_token_id is 99, but there are 10 tokens"),
