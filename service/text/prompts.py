@@ -50,11 +50,14 @@ class PromptMaker:
     most_tokens: int | None = None
     """A text that must have more, by its characters alone, is refused before it is tokenized; None: texts that are not run."""
 
-    def text(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._checked("prompt", self.encode("prompt", text, add_special_tokens))
+    def text(self, text: str, add_special_tokens: bool, continued: bool) -> list[int]:
+        return self._checked("prompt", self.encode("prompt", text, add_special_tokens, continued))
 
-    def encode(self, param: str, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text. Raises `BadRequest` for one that has too many, and `InvalidRequest` where there is no tokenizer."""
+    def encode(self, param: str, text: str, add_special_tokens: bool, continued: bool = True) -> list[int]:
+        """The tokens of a text; one that is to be `continued` gets none of the template's behind it.
+
+        Raises `BadRequest` for one that has too many, and `InvalidRequest` where there is no tokenizer.
+        """
         if self.tokenizer is None:
             raise InvalidRequest(f"this model has no tokenizer: {param} must be token ids", param)
         if self.most_tokens is not None and (least := self.tokenizer.least_tokens(text)) > self.most_tokens:
@@ -63,7 +66,7 @@ class PromptMaker:
             )
             message += f": the context length is {self.limits.max_model_len}"
             raise BadRequest(message, param=param, code="context_length_exceeded")
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens, continued)
 
     def messages(self, body: MessagesRequest) -> list[int]:
         """Raises `InvalidRequest` with the template's own words where it refuses the messages."""
@@ -73,7 +76,7 @@ class PromptMaker:
         ids = self.encode("messages", text, add_special_tokens=False)
         begun = bool(ids) and ids[0] == self.tokenizer.bos_id
         if body.add_special_tokens and not begun:  # a template that writes the begin token has done all of it
-            ids = self.tokenizer.encode(text, add_special_tokens=True)
+            ids = self.tokenizer.encode(text, add_special_tokens=True, continued=True)
         return self._checked("messages", ids)
 
     def _checked(self, param: str, token_ids: list[int]) -> list[int]:
@@ -116,7 +119,8 @@ def _prepare_all(body: GenerationRequest, maker: PromptMaker, include_last_token
 
 def _prepare(prompt: Prompt, body: CompletionRequest, maker: PromptMaker, include_last_token: bool) -> PreparedPrompt:
     if isinstance(prompt, str):
-        return _fitted(maker.text(prompt, body.add_special_tokens), prompt, body, maker.limits, include_last_token)
+        ids = maker.text(prompt, body.add_special_tokens, continued=body.token_limit != 0)
+        return _fitted(ids, prompt, body, maker.limits, include_last_token)
     check_token_ids("prompt", prompt, maker.limits.vocab_size)
     return _fitted(prompt, None, body, maker.limits, include_last_token)
 

@@ -38,7 +38,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.decoder_kind: DecoderKind = decoder_kind(backend)
-        self._prefix, self._suffix = self._missing_around()
+        self._behind = _tokens_behind(backend)
         self._bytes: dict[int, bytes] = {}
         self._bound = token_bound(backend)
 
@@ -66,9 +66,11 @@ class Tokenizer:
         """The template for all messages, where there is one."""
         return self.chat_templates.get("default")
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, continued: bool = False) -> list[int]:
         """Token ids; with `add_special_tokens` also those that the tokenizer's own template puts around a text.
 
+        A text that is to be `continued` gets none of them behind it. The template is that of tokenizer.json alone: as in transformers 5,
+        `add_bos_token` and `add_eos_token` in tokenizer_config.json change nothing where there is a tokenizer.json.
         Special tokens written out in the text are recognised. Raises `InvalidRequest` for text that isn't valid Unicode.
         """
         try:
@@ -77,7 +79,7 @@ class Tokenizer:
             raise InvalidRequest(f"the text holds a lone surrogate at character {error.start}, which is not valid Unicode") from error
         # A batch of one: only for batches does the library let go of Python's lock.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+        return ids[: len(ids) - self._behind] if add_special_tokens and continued else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Ids that the tokenizer doesn't know (padding of the vocabulary) have no text."""
@@ -123,14 +125,14 @@ class Tokenizer:
         token_id: int | None = None if token is None else self._backend.token_to_id(token)
         return token_id
 
-    def _missing_around(self) -> tuple[list[int], list[int]]:
-        """Begin and end tokens that tokenizer_config.json asks for and the template in tokenizer.json doesn't add."""
-        added: list[int] = self._backend.encode("", add_special_tokens=True).ids
 
-        def missing(flag: str, token_id: int | None) -> list[int]:
-            return [token_id] if self.config.get(flag) is True and token_id is not None and token_id not in added else []
-
-        return missing("add_bos_token", self.bos_id), missing("add_eos_token", self.eos_id)
+def _tokens_behind(backend: Backend) -> int:
+    """How many tokens the template puts behind a text."""
+    # One of the special tokens is the text that every tokenizer can encode, whatever its vocabulary.
+    probe = next((token.content for token in backend.get_added_tokens_decoder().values() if token.special), "")
+    origins: list[int | None] = backend.encode(probe, add_special_tokens=True).sequence_ids
+    last = max((at for at, origin in enumerate(origins) if origin is not None), default=len(origins) - 1)
+    return len(origins) - 1 - last
 
 
 def _mark_named_specials(backend: Backend, config: dict[str, Any]) -> None:

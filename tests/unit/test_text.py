@@ -350,20 +350,37 @@ class TestEncode:
         assert PIECES.encode("a") == [bos, _id(PIECES, "a")]
         assert PIECES.encode("a", add_special_tokens=False) == [_id(PIECES, "a")]
 
-    @pytest.mark.parametrize(
-        ("flags", "before", "after"),
-        [({}, 0, 0), ({"add_bos_token": True}, 1, 0), ({"add_eos_token": True}, 0, 1), ({"add_bos_token": False}, 0, 0)],
-    )
-    def test_the_configurations_flags_count_where_there_is_no_template(self, flags: dict[str, Any], before: int, after: int) -> None:
-        tokenizer = Tokenizer(_byte_level(), {"bos_token": "<bos>", "eos_token": {"content": "<a b>"}} | flags)
+    @pytest.mark.parametrize("flags", [{"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
+    def test_the_configurations_flags_change_nothing(self, flags: dict[str, Any]) -> None:
+        named = {"bos_token": "<bos>", "eos_token": {"content": "<a b>"}}
+        tokenizer = Tokenizer(_byte_level(), named | flags)
         bos, eos, letter = (_id(BYTES, piece) for piece in ("<bos>", "<a b>", "a"))
         assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (bos, eos, None)
-        assert tokenizer.encode("a") == [bos] * before + [letter] + [eos] * after
-        assert tokenizer.encode("a", add_special_tokens=False) == [letter]
+        assert tokenizer.encode("a") == tokenizer.encode("a", add_special_tokens=False) == [letter]
+        assert Tokenizer(_sentencepiece(strip=False), named | flags).encode("a") == PIECES.encode("a")
 
-    def test_a_template_is_not_applied_twice(self) -> None:
-        tokenizer = Tokenizer(_sentencepiece(strip=False), {"bos_token": "<bos>", "add_bos_token": True})
-        assert tokenizer.encode("a") == PIECES.encode("a")
+    @pytest.mark.parametrize(
+        ("template", "before", "behind"),
+        [("$A", 0, 0), ("<bos> $A", 1, 0), ("$A <eos>", 0, 1), ("<bos> $A <eos>", 1, 1), ("<eos> $A <eos> <eos>", 1, 2)],
+    )
+    @pytest.mark.parametrize("text", ["", "a", "ha<eos>", "<eos><eos>", "e" * 99])
+    def test_nothing_is_put_behind_a_text_that_is_to_be_continued(self, template: str, before: int, behind: int, text: str) -> None:
+        backend = _sentencepiece(strip=False)
+        specials = [(token, backend.token_to_id(token)) for token in ("<bos>", "<eos>")]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=specials)
+        tokenizer = Tokenizer(backend, {"eos_token": "<eos>"})
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        closed = tokenizer.encode(text)
+        assert (len(closed), closed[before : before + len(bare)]) == (before + len(bare) + behind, bare)
+        assert tokenizer.encode(text, continued=True) == closed[: before + len(bare)]
+        assert tokenizer.encode(text, add_special_tokens=False, continued=True) == bare
+
+    def test_tokens_behind_a_text_are_known_whatever_the_vocabulary_is(self) -> None:
+        backend = Backend(models.WordLevel({"word": 0}, unk_token="<unk>"))
+        backend.add_special_tokens(["<eos>"])
+        backend.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+        tokenizer = Tokenizer(backend, {})
+        assert (tokenizer.encode("word"), tokenizer.encode("word", continued=True)) == ([0, 1], [0])
 
     def test_special_tokens_in_the_text_are_recognised(self) -> None:
         assert BYTES.encode("<bos>", add_special_tokens=False) == [_id(BYTES, "<bos>")]
