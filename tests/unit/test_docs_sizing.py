@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-SECTION = PAGE.partition("## How much disk\n")[2].partition("\n## ")[0]
+SECTION = PAGE.partition("## Disk sizing\n")[2].partition("\n## ")[0]
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in SECTION.splitlines() if line.startswith("|")][2:]
 UNITS = {"KiB": 2**10, "MiB": 2**20, "MB/s": 1e6, "Gbit/s": 1e9 / 8, "TB": 1e12}
 

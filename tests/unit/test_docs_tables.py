@@ -33,7 +33,7 @@ def test_the_api_page_has_a_row_for_every_field_of_kv_transfer_params() -> None:
 
 
 def test_the_operations_page_says_what_to_do_about_every_error_code() -> None:
-    table = section(OPERATIONS, "When something is refused")
+    table = section(OPERATIONS, "Troubleshooting")
     states = {f"engine_{state}" if state == "dead" else state for state in get_args(RuntimeState)} - {"ok"}
     codes = {*codes_in_the_sources(), *HTTP_CODES.values(), *get_args(SaveErrorCode), *states}
     assert sorted(code for code in codes if f"`{code}`" not in table) == []
