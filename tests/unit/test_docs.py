@@ -42,10 +42,11 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def test_the_rooms_named_in_the_architecture_page_exist() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Rooms")[2]
+def test_modules_named_in_the_architecture_page_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Source tree")[2]
     for section in page.split("### `")[1:]:
         package = section.partition("`")[0]
-        rooms = [name for line in section.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w/.]+)`", line.split("|")[1])]
-        assert rooms
-        assert [name for name in rooms if not (ROOT / package / name).exists()] == []
+        cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+        modules = [name for cell in cells for name in re.findall(r"`([\w/.]+)`", cell)]
+        assert modules
+        assert [name for name in modules if not (ROOT / package / name).exists()] == []
