@@ -58,9 +58,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Any other option is passed on to `strata serve`, for example --model or --dtype.",
         allow_abbrev=False,
     )
-    parser.add_argument("--prompt", default=PROMPT, help="what the model continues")
-    parser.add_argument("--max-tokens", type=int, default=48, help="how many tokens it writes (default: %(default)s)")
-    parser.add_argument("--save-root", type=Path, default=Path("saves/demo"), help="where the file goes (default: %(default)s)")
+    parser.add_argument("--prompt", default=PROMPT, help="text that the model continues")
+    parser.add_argument("--max-tokens", type=int, default=48, help="number of tokens to generate (default: %(default)s)")
+    parser.add_argument("--save-root", type=Path, default=Path("saves/demo"), help="folder for the file (default: %(default)s)")
     return parser.parse_known_args(argv)
 
 

@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "serve": ("run the service", serve_command),
         "demo": ("start the service, save the hidden states of one completion, show the file", demo_command),
-        "inspect": ("show what a file of hidden states holds", inspect_command),
+        "inspect": ("show the contents of a file of hidden states", inspect_command),
         "verify": ("check files of hidden states", verify_command),
-        "hash-key": ("make an API key, or hash one, for --api-keys-file", hash_key_command),
+        "hash-key": ("generate or hash an API key for --api-keys-file", hash_key_command),
         "models": ("list the models in the cache", models_command),
-        "openapi": ("print the description of the HTTP API", openapi_command),
+        "openapi": ("print the OpenAPI description of the HTTP API", openapi_command),
         "version": ("print the version", version_command),
     }
     parser = argparse.ArgumentParser(prog="strata", description="Runs a language model and writes its hidden states to files.")
@@ -62,16 +62,16 @@ def serve_command(argv: Sequence[str]) -> int:
     parser = _parser("serve", "Runs the service.")
     parser.usage = "strata serve [--model MODEL] [--config FILE] [OPTION ...]"
     parser.epilog = (
-        f"Every option is also an environment variable: --max-running is {ENV_PREFIX}MAX_RUNNING. Flags win, then the environment."
+        f"Every option is also an environment variable: --max-running is {ENV_PREFIX}MAX_RUNNING. Flags override it; it overrides the file."
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings, named like the flags with _ for -")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings, named like the flags with _ instead of -")
     add_settings(parser)
     given = vars(parser.parse_args(_joined_layers(argv)))
     config_file = given.pop("config")
     settings = load_settings(given, config_file)
     _bound_shape_caches()
     _bound_spinning()
-    # Imported here: help and mistakes are to be answered before torch is loaded.
+    # Imported here, so that help and errors are printed before torch is loaded.
     from service.http.server import serve
     from service.observe.logs import configure_logging
 
@@ -114,7 +114,7 @@ def demo_command(argv: Sequence[str]) -> int:
 def inspect_command(argv: Sequence[str]) -> int:
     from service.cli.files import inspect_files
 
-    parser = _parser("inspect", "Shows what files of hidden states hold.")
+    parser = _parser("inspect", "Shows the contents of files of hidden states.")
     parser.add_argument("path", nargs="+", type=Path, help="safetensors file")
     return inspect_files(parser.parse_args(argv).path)
 
@@ -122,12 +122,10 @@ def inspect_command(argv: Sequence[str]) -> int:
 def verify_command(argv: Sequence[str]) -> int:
     from service.cli.files import verify_files
 
-    parser = _parser(
-        "verify", "Checks files of hidden states: structure, finite values, checksum of the tokens, and what their records say."
-    )
+    parser = _parser("verify", "Checks files of hidden states: structure, finite values, checksum of the tokens, and their records.")
     parser.add_argument("path", nargs="+", type=Path, help="safetensors file")
     parser.add_argument(
-        "--state-dir", type=Path, metavar="DIR", help="folder of the registry that knows the files (default: the one that serve would use)"
+        "--state-dir", type=Path, metavar="DIR", help="folder of the registry with the files' records (default: that of `strata serve`)"
     )
     arguments = parser.parse_args(argv)
     state_directory = arguments.state_dir or load_settings({}, None).state_dir
@@ -137,14 +135,16 @@ def verify_command(argv: Sequence[str]) -> int:
 def hash_key_command(argv: Sequence[str]) -> int:
     from service.http.auth import hashed_line, new_key
 
-    parser = _parser("hash-key", "Makes an API key: its line for --api-keys-file goes to standard output, the key to standard error, once.")
-    parser.add_argument("--name", help="whose key it is; keys of one name see the same saves")
-    parser.add_argument("--stdin", action="store_true", help="hash the key that stands on standard input instead of making one")
+    parser = _parser(
+        "hash-key", "Generates an API key: prints its line for --api-keys-file on standard output, and the key once on standard error."
+    )
+    parser.add_argument("--name", help="owner of the key; keys of one name see the same saves")
+    parser.add_argument("--stdin", action="store_true", help="hash the key on standard input instead of generating one")
     arguments = parser.parse_args(argv)
     key = sys.stdin.read().strip() if arguments.stdin else new_key()
     print(hashed_line(key, arguments.name))
     if not arguments.stdin:
-        print(f"The key, which is kept nowhere: {key}", file=sys.stderr)
+        print(f"The key, which is not stored: {key}", file=sys.stderr)
     return 0
 
 

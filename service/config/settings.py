@@ -1,4 +1,4 @@
-"""All that an operator can set: by flag, environment variable (`STRATA_<NAME>`) or file; flags win, then the environment, then the file."""
+"""All settings of a service: by flag, environment variable (`STRATA_<NAME>`) or file; flags win, then the environment, then the file."""
 
 import os
 import tomllib
@@ -28,7 +28,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class BadSettings(Exception):
-    """Settings that can't work; one line per problem."""
+    """Invalid settings; one line per problem."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("\n".join(lines))
@@ -55,45 +55,45 @@ class Settings(BaseSettings):
     model: str | None = _option(
         None, "Model", "model folder, .gguf file or hub id", f"{SMOLLM2_135M.name}, embedded", "MODEL", min_length=1
     )
-    served_model_name: str | None = _option(
-        None, "Model", "id in /v1/models, the only `model` that is accepted", "the --model string", "NAME"
-    )
+    served_model_name: str | None = _option(None, "Model", "model id in /v1/models; requests must use it", "the --model string", "NAME")
     device: str = _option("auto", "Model", "cpu, cuda or cuda:INDEX", metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "Model", "compute dtype")
     max_model_len: int | None = _option(None, "Model", "context limit in tokens", "the model's", "TOKENS", ge=1)
-    attention: AttentionName = _option("auto", "Model", "attention backend; auto takes the first that can run")
-    cuda_graphs: Switch = _option("auto", "Model", "replay the steps of generated text as CUDA graphs")
-    overlap: Switch = _option("auto", "Model", "on a GPU, launch a step of text before the last one's tokens are looked at")
-    native_kernels: Switch = _option("auto", "Model", "compiled kernels on a CPU; auto takes them where a C compiler can make them")
-    packed_weights: Switch = _option("auto", "Model", "weights packed for oneDNN on a CPU; auto times both ways at start")
-    trim_last_layer: bool = _option(True, "Model", "leave out what nobody wants of the last layer")
-    threads: int | None = _option(None, "Model", "compute threads on a CPU", "what affinity and the CPU quota leave", "COUNT", ge=1)
+    attention: AttentionName = _option("auto", "Model", "attention backend; auto selects the first that can run")
+    cuda_graphs: Switch = _option("auto", "Model", "replay decoding steps as CUDA graphs")
+    overlap: Switch = _option("auto", "Model", "on a GPU, launch a decoding step before the previous one's tokens are read")
+    native_kernels: Switch = _option("auto", "Model", "compiled kernels on a CPU; auto uses them if a C compiler can build them")
+    packed_weights: Switch = _option("auto", "Model", "pack weights for oneDNN on a CPU; auto times both variants at start")
+    trim_last_layer: bool = _option(
+        True, "Model", "in the last layer, compute only keys and values of rows that are neither saved nor sampled"
+    )
+    threads: int | None = _option(None, "Model", "compute threads on a CPU", "from CPU affinity and quota", "COUNT", ge=1)
     tensor_parallel: int = _option(1, "Model", "devices that share each layer; only 1 is supported", metavar="COUNT", ge=1)
-    pipeline_parallel: int = _option(1, "Model", "devices that share the layers out; only 1 is supported", metavar="COUNT", ge=1)
+    pipeline_parallel: int = _option(1, "Model", "devices that the layers are divided among; only 1 is supported", metavar="COUNT", ge=1)
 
     host: str = _option("127.0.0.1", "Network", "address to listen on", metavar="ADDRESS")
-    port: int = _option(8000, "Network", "port to listen on; 0 takes a free one", metavar="PORT", ge=0, le=65535)
-    api_keys_file: Path | None = _option(None, "Network", "hashed API keys, see `strata hash-key`", "no key is needed", "FILE")
+    port: int = _option(8000, "Network", "port to listen on; 0 selects a free port", metavar="PORT", ge=0, le=65535)
+    api_keys_file: Path | None = _option(None, "Network", "hashed API keys, see `strata hash-key`", "no key required", "FILE")
     cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(values.origins)] = _option(
-        (), "Network", "web pages of this origin may call the API; repeatable, * for all", "none", "ORIGIN"
+        (), "Network", "allow web pages of this origin to call the API; repeatable, * for all", "none", "ORIGIN"
     )
     allowed_host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(values.hosts)] = _option(
         (),
         "Network",
-        "host that requests may name beside this machine's own names; repeatable, *.example.org for subdomains, * for all",
+        "accept requests for this host name as well as for this machine's names; repeatable, *.example.org for subdomains, * for all",
         "none on a loopback address, else all",
         "HOST",
     )
-    drain_seconds: float = _option(30.0, "Network", "how long running requests may take to finish after SIGTERM", metavar="SECONDS", ge=0)
+    drain_seconds: float = _option(30.0, "Network", "time for running requests to finish after SIGTERM", metavar="SECONDS", ge=0)
 
     layers: Annotated[tuple[LayerId, ...] | None, NoDecode, BeforeValidator(values.layers)] = _option(
         None, "Hidden states", "default layers, comma separated: 0…N, negatives, norm", "2,N//2,N-3,N", "LAYERS"
     )
-    extract_by_default: bool = _option(False, "Hidden states", "extract also for requests without kv_transfer_params")
+    extract_by_default: bool = _option(False, "Hidden states", "save hidden states for requests without kv_transfer_params, too")
     save_root: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(values.paths)] = _option(
         (Path("saves"),),
         "Hidden states",
-        "folder for files, made if missing; repeatable, the first is the default",
+        "folder for files, created if missing; repeatable, the first is the default",
         "./saves",
         "DIR",
         min_length=1,
@@ -103,12 +103,12 @@ class Settings(BaseSettings):
     checksum: Checksum = _option("none", "Hidden states", "checksum kept in the record of a save")
     lock_files: bool = _option(True, "Hidden states", "hold FILE.lock while a file is written")
     max_saved_bytes: Annotated[int | None, BeforeValidator(values.size_or_none)] = _option(
-        None, "Hidden states", "what all saved files together may take; beyond it requests are answered with 507", "none", "SIZE", ge=1
+        None, "Hidden states", "limit on the size of all saved files; requests above it get 507", "none", "SIZE", ge=1
     )
     min_free_bytes: Annotated[int | None, BeforeValidator(values.size_or_zero)] = _option(
         None,
         "Hidden states",
-        "what saves leave free on every disk, else 507; 0 doesn't look at it",
+        "free space that saves must leave on every disk, else requests get 507; 0 disables the check",
         "the smaller of 1GiB and 5 % of the file system",
         "SIZE",
         ge=0,
@@ -116,7 +116,7 @@ class Settings(BaseSettings):
     ttl_seconds: float | None = _option(
         None,
         "Hidden states",
-        "when files are removed, counted from the end of their save, unless the request says",
+        "lifetime of files from the end of their save, unless the request sets it",
         "never",
         "SECONDS",
         gt=0,
@@ -125,7 +125,7 @@ class Settings(BaseSettings):
     keep_records: Annotated[float, BeforeValidator(values.duration)] = _option(
         7 * 86400.0,
         "Hidden states",
-        "how long records of ended saves are kept, at most a million: 7d, 12h or seconds",
+        "lifetime of records of ended saves, at most a million records: 7d, 12h or seconds",
         "7d",
         "TIME",
         gt=0,
@@ -141,35 +141,37 @@ class Settings(BaseSettings):
 
     block_size: Count = _option(None, "Memory and scheduling", "tokens per KV block", "the backend's", "TOKENS", ge=1)
     state_page_size: int = _option(32, "Memory and scheduling", "rows per hidden-state page", metavar="ROWS", ge=1, le=4096)
-    kv_cache_tokens: Count = _option(None, "Memory and scheduling", "tokens that fit the KV cache", "auto", "TOKENS", ge=1)
-    kv_cache_memory: Size = _option(None, "Memory and scheduling", "bytes of the KV cache, instead of its tokens", "auto", "SIZE", ge=1)
+    kv_cache_tokens: Count = _option(None, "Memory and scheduling", "size of the KV cache in tokens", "auto", "TOKENS", ge=1)
+    kv_cache_memory: Size = _option(None, "Memory and scheduling", "size of the KV cache in bytes, instead of tokens", "auto", "SIZE", ge=1)
     state_cache_memory: Size = _option(None, "Memory and scheduling", "host memory for hidden-state pages", "auto", "SIZE", ge=1)
-    prefault_caches: bool = _option(False, "Memory and scheduling", "touch the memory of the caches at start, on a CPU")
-    prefix_cache: bool = _option(True, "Memory and scheduling", "reuse what is known of shared prefixes")
-    max_batch_tokens: Count = _option(None, "Memory and scheduling", "tokens computed in one step", "auto", "TOKENS", ge=1)
+    prefault_caches: bool = _option(False, "Memory and scheduling", "touch the caches' memory at start, on a CPU")
+    prefix_cache: bool = _option(True, "Memory and scheduling", "reuse keys, values and hidden states of shared prefixes")
+    max_batch_tokens: Count = _option(None, "Memory and scheduling", "maximum tokens per step", "auto", "TOKENS", ge=1)
     prompt_logprobs_memory: Annotated[int, BeforeValidator(values.size_or_auto)] = _option(
         256 * 2**20, "Memory and scheduling", "host memory for log-probabilities of prompts, over all requests", "256MiB", "SIZE", ge=1
     )
     inter_token_ms: Milliseconds = _option(
         None,
         "Memory and scheduling",
-        "how long a step beside text that is being generated may take, in milliseconds; 0: no limit",
+        "time limit of a step while text is being generated, in milliseconds; 0: no limit",
         "150 on a CPU, 50 on a GPU",
         "MS",
         ge=0,
         allow_inf_nan=False,
     )
     max_logprobs: int = _option(
-        20, "Memory and scheduling", "most log-probabilities per token that a request can ask for; -1: no limit", metavar="COUNT", ge=-1
+        20, "Memory and scheduling", "maximum log-probabilities per token in a request; -1: no limit", metavar="COUNT", ge=-1
     )
-    max_running: int = _option(256, "Memory and scheduling", "requests that run at once", metavar="COUNT", ge=1)
-    max_queued: int = _option(1024, "Memory and scheduling", "requests that may wait; more are answered with 429", metavar="COUNT", ge=1)
+    max_running: int = _option(256, "Memory and scheduling", "maximum number of running requests", metavar="COUNT", ge=1)
+    max_queued: int = _option(
+        1024, "Memory and scheduling", "maximum number of waiting requests; further ones get 429", metavar="COUNT", ge=1
+    )
 
-    log_format: Literal["text", "json"] = _option("text", "Logging", "form of the log lines")
-    log_level: LogLevel = _option("info", "Logging", "least severe level that is logged")
-    log_prompts: bool = _option(False, "Logging", "write the prompts of admitted requests into the log")
+    log_format: Literal["text", "json"] = _option("text", "Logging", "log format")
+    log_level: LogLevel = _option("info", "Logging", "minimum log level")
+    log_prompts: bool = _option(False, "Logging", "log the prompts of admitted requests")
     otlp_endpoint: Annotated[str | None, BeforeValidator(values.http_url_or_none)] = _option(
-        None, "Logging", "collector of traces, such as http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_ENDPOINT", "URL"
+        None, "Logging", "OTLP collector for traces, such as http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_ENDPOINT", "URL"
     )
 
     @property
