@@ -1,7 +1,7 @@
-# The service as an image. BuildKit builds it (DOCKER_BUILDKIT=1 before Docker 23):
+# Image of the service. Needs BuildKit (DOCKER_BUILDKIT=1 before Docker 23):
 #
-#   docker build -t strata .                                       CPU; the default model is fetched at the first start
-#   docker build -t strata --build-arg MODEL=embedded .            the default model inside
+#   docker build -t strata .                                       CPU; downloads the default model at the first start
+#   docker build -t strata --build-arg MODEL=embedded .            with the default model
 #   docker build -t strata:cuda --build-arg VARIANT=cuda .         for NVIDIA GPUs
 #
 # See docs/deployment.md.
@@ -9,11 +9,11 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 # cpu or cuda: which build of torch.
 ARG VARIANT=cpu
-# none or embedded: whether the default model lies in the image.
+# none or embedded: whether the image contains the default model.
 ARG MODEL=none
 
 
-# What the project depends on, apart from the rest of pyproject.toml: a change of that must not install torch anew.
+# Dependencies, apart from the rest of pyproject.toml: changes of that must not reinstall torch.
 FROM ${BASE_IMAGE} AS requirements
 COPY pyproject.toml /build/
 RUN ["python", "-c", "import pathlib, tomllib; \
@@ -25,7 +25,7 @@ pathlib.Path('/build/requirements.txt').write_text('\\n'.join(wanted))"]
 
 FROM ${BASE_IMAGE} AS dependencies
 ARG VARIANT
-# A further package index; pytorch.org names the one with CPU builds of torch.
+# Additional package index; pytorch.org names the one with CPU builds of torch.
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_CACHE_DIR=/pip-cache
@@ -35,7 +35,7 @@ COPY --chmod=644 constraints-cpu.txt ./
 COPY --chmod=755 scripts/install-torch scripts/
 RUN --mount=type=cache,target=/pip-cache scripts/install-torch /opt/strata/bin/python "${VARIANT}"
 COPY --from=requirements /build/requirements.txt ./
-# What only compilers and the packages' own tests read is left out.
+# Removes files that only compilers and the packages' own tests read.
 RUN --mount=type=cache,target=/pip-cache \
     /opt/strata/bin/pip install --prefer-binary -c constraints-cpu.txt -r requirements.txt \
  && cd /opt/strata/lib/python3*/site-packages \
@@ -44,7 +44,7 @@ RUN --mount=type=cache,target=/pip-cache \
  && find . -type d -name tests -prune -exec rm -rf {} +
 
 
-# The kernels are compiled here, for every processor that they are written for: the image has no compiler.
+# Compiles the kernels for all supported processors, since the image has no compiler.
 FROM dependencies AS wheel
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev
@@ -59,7 +59,7 @@ RUN --mount=type=cache,target=/pip-cache \
 FROM dependencies AS model-none
 RUN mkdir /models
 
-# With the least of the sources, so that few changes make the model anew.
+# Copies few sources, so that few changes rebuild the model.
 FROM dependencies AS model-embedded
 COPY engine/__init__.py engine/errors.py engine/
 COPY engine/models engine/models
@@ -76,7 +76,7 @@ ARG VERSION=unknown
 ARG REVISION=unknown
 ARG CREATED=unknown
 
-# Both folders may be written by whatever user the container runs as; what the service makes in them is that user's.
+# Both folders are writable by any user that the container runs as; files in them belong to that user.
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends tini \
  && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log /var/cache/ldconfig/aux-cache \
@@ -114,7 +114,7 @@ WORKDIR /var/lib/strata
 VOLUME ["/saves", "/var/lib/strata"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# A large model takes minutes to load; questions before that don't count.
+# A large model takes minutes to load; failed checks before that don't count.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=15m --retries=3 CMD ["python", "-m", "service.cli.healthcheck"]
 ENTRYPOINT ["tini", "--", "strata"]
 CMD ["serve"]
