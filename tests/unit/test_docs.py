@@ -42,6 +42,20 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def anchors_of(page: Path) -> set[str]:
+    """GitHub's anchors of the page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    missing = [f"{target}#{anchor}" for target, anchor in links if anchor not in anchors_of(page.parent / target if target else page)]
+    assert missing == []
+
+
 def test_modules_named_in_the_architecture_page_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text().partition("## Source tree")[2]
     for section in page.split("### `")[1:]:
