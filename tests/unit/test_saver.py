@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -212,11 +213,14 @@ def test_records_that_can_not_be_inserted_leave_no_group(run: Callable[[Scenario
     run(scenario)
 
 
-def test_a_refused_request_leaves_no_record(run: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_request_leaves_no_record_and_no_reservation(run: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(world: World) -> None:
+        space, folder = world.saver.space, world.roots.roots[0].fd
+        await space.reserve([Need(live_save(number).id, folder, 10) for number in range(2)], lambda save_id: 0, asyncio.to_thread)
         group = await world.group(2)
         world.registry.failures = 1
         await world.saver.withdraw(group)
+        assert space.reserved_bytes == 0
         assert world.saver.find("group") is None
         assert sorted([await world.status(save) for save in group.saves], key=str) == [None, "queued"]
         assert group.ended
@@ -240,6 +244,20 @@ def test_an_end_is_committed_again_until_the_registry_takes_it(run: Callable[[Sc
         await group.until_ended()
         assert world.registry.attempts == failures + 1
         assert [await world.status(save) for save in group.saves] == ["completed"] * 2
+
+    run(scenario)
+
+
+def test_between_two_attempts_there_is_a_pause_that_doubles(run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "PAUSE_SECONDS", 0.01)
+
+    async def scenario(world: World) -> None:
+        group = await world.group()
+        world.registry.failures = 3
+        started = time.monotonic()
+        world.publish(group.saves[0])
+        await group.until_ended()
+        assert time.monotonic() - started > 0.06  # The least that pauses of 10, 20 and 40 ms take, less what clocks round.
 
     run(scenario)
 
@@ -318,6 +336,25 @@ def test_the_end_of_the_service_does_not_wait_for_ever(
 
     run(scenario)
     assert "1 saves could not be ended in time" in caplog.text
+
+
+def test_work_that_fails_is_logged_and_work_that_is_cancelled_is_not(
+    run: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise RuntimeError("a fault of our own")
+
+    async def scenario(world: World) -> None:
+        complaints: list[dict[str, Any]] = []
+        world.saver.loop.set_exception_handler(lambda _, context: complaints.append(context))
+        world.saver.start(fail())
+        world.saver.start(asyncio.Event().wait()).cancel()  # type: ignore[arg-type]
+        await world.saver.settle()
+        assert complaints == []
+
+    run(scenario)
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.getMessage() for record in errors] == ["work on a save has failed"]
 
 
 def test_a_file_that_can_not_be_removed_keeps_nobody_waiting(
