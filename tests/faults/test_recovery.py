@@ -325,11 +325,17 @@ def test_a_directory_that_has_become_a_link_is_not_followed(world: World) -> Non
     assert len(list((world.base / "outside").iterdir())) == 3
 
 
-def test_a_directory_or_a_root_that_has_gone_fails_the_save(world: World) -> None:
+def test_a_directory_that_has_gone_fails_the_save(world: World) -> None:
     world.crash()
-    world.crash(id=OTHER_ID, hidden_states_path=str(world.base / "outside/x"))
     world.file.parent.rmdir()
-    assert recover(world.registry, world.roots) == Recovered(completed=0, failed=2)
+    expect_interrupted(world)
+
+
+def test_a_file_below_no_save_root_keeps_its_record_open(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    record = world.crash(hidden_states_path=str(world.base / "outside/x"))
+    assert recover(world.registry, world.roots) == Recovered(completed=0, failed=0)
+    assert world.outcome() == record
+    assert [vars(line)["fields"]["save_id"] for line in caplog.records if "its record stays open" in line.getMessage()] == [SAVE_ID]
 
 
 def test_only_old_unlocked_temporary_files_of_ours_are_cleaned(world: World) -> None:

@@ -85,7 +85,7 @@ def test_a_repeat_goes_on_when_the_first_attempt_leaves(services: Services, slow
                 connection.recv(300)
         answer = repeat.result()
         assert answer.status_code == 200, answer.text
-        records = service.client.get("/saves").json()["data"]
+        records = [service.record(record["id"]) for record in service.client.get("/saves").json()["data"]]
         assert [record["status"] for record in records] == ["completed"] * first.get("n", 1)
         records = [service.record(record["id"]) for record in records]
         assert [len(record["output"]["token_ids"]) for record in records] == [50] * len(records)

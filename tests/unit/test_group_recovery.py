@@ -181,6 +181,35 @@ def test_a_crash_in_the_middle_of_a_recovery_is_recovered_from(crash: Crash, mon
     assert (crash.statuses(), crash.files()) == (["failed"] * 3, [])
 
 
+@pytest.mark.parametrize("mode", ["all_or_nothing", "independent"])
+def test_a_group_that_can_be_seen_only_in_part_stays_open(crash: Crash, tmp_path: Path, mode: GroupMode) -> None:
+    unseen = crash.left(0, "missing", hidden_states_path=str(tmp_path.resolve() / "elsewhere/0.safetensors"))
+    crash.group(mode, unseen, crash.left(1, "published"), crash.left(2, "missing"))
+    files = crash.files()
+    assert recover(crash.registry, crash.roots) == Recovered(completed=0, failed=0)
+    assert (crash.statuses(), crash.files()) == (["writing"] * 3, files)
+
+
+@pytest.mark.parametrize("kind", ["published", "without text"])
+def test_a_file_that_can_not_be_read_fails_its_save_and_stays(
+    crash: Crash, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    crash.group("all_or_nothing", crash.left(0, kind))
+    monkeypatch.setattr(recovery, "read_published", lambda fd: (_ for _ in ()).throw(OSError(5, "I/O error")))
+    assert recover(crash.registry, crash.roots) == Recovered(completed=0, failed=1)
+    assert (crash.statuses(), crash.files()) == (["failed"], ["0.safetensors"])
+    assert "can't be read: I/O error" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("published", 0), ("without text", 0), ("torn", 1)])
+def test_only_a_file_that_has_lost_its_end_is_an_error_of_the_disk(
+    crash: Crash, caplog: pytest.LogCaptureFixture, kind: str, lost: int
+) -> None:
+    crash.group("independent", crash.left(0, kind))
+    recover(crash.registry, crash.roots)
+    assert caplog.text.count("the disk has lost a part") == lost
+
+
 def test_a_file_that_can_not_be_removed_does_not_keep_the_others(crash: Crash, monkeypatch: pytest.MonkeyPatch) -> None:
     crash.group("all_or_nothing", crash.left(0, "published"), crash.left(1, "published"), crash.left(2, "missing"))
     unlink = os.unlink

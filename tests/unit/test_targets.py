@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save
 
 from engine.saves.lock import LockFile
-from service.errors import PathConflict, ServiceError
+from service.errors import DirectoryVanished, PathConflict, ServiceError
 from service.registry.records import SaveRecord, SaveStatus
 from service.registry.registry import Registry
 from service.saves import targets as module
@@ -209,6 +209,39 @@ def test_a_directory_that_vanishes_while_it_is_opened_is_made_again(targets: Tar
     target.abandoned()
 
 
+def test_a_directory_that_vanishes_again_and_again_is_an_error(targets: Targets, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = SaveRoots.resolve
+
+    def resolve_then_remove(self: SaveRoots, path: str | None, save_id: str, *, directory_only: bool = False) -> object:
+        target = resolve(self, path, save_id, directory_only=directory_only)
+        shutil.rmtree(root / "dir")
+        return target
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SaveRoots, "resolve", resolve_then_remove)
+        with pytest.raises(DirectoryVanished):
+            claim(targets)
+    claim(targets).abandoned()
+
+
+def test_a_lock_file_that_can_not_be_removed_is_logged_and_ends_the_claim(
+    targets: Targets, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove = LockFile.remove
+
+    def failing(lock: LockFile) -> None:
+        remove(lock)
+        raise OSError(errno.EIO, "I/O error")
+
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing's own descriptor must be closed at once
+    with monkeypatch.context() as patch:
+        patch.setattr(LockFile, "remove", failing)
+        claim(targets).abandoned()
+    assert [vars(line)["fields"]["save_id"] for line in caplog.records if "could not be removed" in line.getMessage()] == [SAVE_ID]
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208 - as above
+    claim(targets).abandoned()
+
+
 def test_a_save_root_that_was_removed_is_an_error_of_the_server(targets: Targets, root: Path) -> None:
     shutil.rmtree(root)
     with pytest.raises(ServiceError) as refused:
@@ -356,6 +389,29 @@ def test_a_disk_that_fails_refuses_the_replacement(owned: Targets, root: Path, r
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208 - as above
     monkeypatch.undo()
     replacing(owned, ALICE).abandoned()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_what_is_no_file_any_more_is_not_followed_and_not_waited_for(
+    owned: Targets, root: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    saved(root, registry)
+    resolve = SaveRoots.resolve
+
+    def resolve_then_swap(self: SaveRoots, path: str | None, save_id: str, *, directory_only: bool = False) -> object:
+        target = resolve(self, path, save_id, directory_only=directory_only)
+        (root / "dir/x").rename(root / "dir/y")
+        if kind == "link":
+            (root / "dir/x").symlink_to("y")
+        else:
+            os.mkfifo(root / "dir/x")
+        return target
+
+    monkeypatch.setattr(SaveRoots, "resolve", resolve_then_swap)
+    with pytest.raises(ServiceError) as refused:
+        replacing(owned, BOB)
+    assert (refused.value.status, refused.value.code) == (500, "io_error")
+    assert sorted(path.name for path in (root / "dir").iterdir()) == ["x", "y"]
 
 
 def test_a_new_file_is_nobodys(owned: Targets, root: Path, registry: Registry) -> None:
