@@ -126,6 +126,15 @@ class TestTemporaryFiles:
         assert victim.exists()
         assert len(list(root.iterdir())) == 4
 
+    def test_what_a_link_leads_to_is_not_locked_even_for_a_moment(
+        self, roots: SaveRoots, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        locked: list[int] = []
+        (root / part_name(ID)).symlink_to(made(root.parent / f"outside/{part_name(ID)}"))
+        monkeypatch.setattr(fcntl, "flock", lambda fd, _operation: locked.append(fd))
+        assert clean_parts(roots, now=later(100)) == 0
+        assert locked == []
+
     def test_what_somebody_has_locked_stays(self, roots: SaveRoots, root: Path) -> None:
         part = made(root / part_name(ID))
         with part.open("wb") as file:

@@ -290,6 +290,12 @@ def test_files_out_of_sight_are_one_line_in_the_log_until_their_number_changes(w
     assert [line[:8] for line in swept()] == ["1 files "]
 
 
+def test_a_single_file_out_of_sight_is_told_by_the_first_sweep(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    away(world, 1)
+    asyncio.run(world.reaper.sweep())
+    assert "1 files can't be looked at" in caplog.text
+
+
 def test_expired_files_out_of_sight_are_no_warnings(world: World, caplog: pytest.LogCaptureFixture) -> None:
     away(world, 1, expires=5.0)
     asyncio.run(world.reaper.expire())
@@ -310,6 +316,21 @@ def test_a_disk_that_fails_is_not_a_file_that_was_removed(
     assert asyncio.run(world.reaper.expire()) == 0
     assert world.get(record) == record
     assert "can't be removed: [Errno 5]" in caplog.text
+
+
+def test_a_file_that_can_not_be_looked_at_does_not_keep_a_sweep_from_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    records, status_of = [world.add(number) for number in range(3)], saved_files.status_of
+
+    def failing(directory_fd: int, name: str) -> os.stat_result | None:
+        if name == path_of(records[0]).name:
+            raise OSError(5, "Input/output error")
+        return status_of(directory_fd, name)
+
+    for record in records:
+        path_of(record).unlink()
+    monkeypatch.setattr(saved_files, "status_of", failing)
+    asyncio.run(world.reaper.sweep())
+    assert [world.get(record).gone for record in records] == [None, 1000.0, 1000.0]
 
 
 def counted_sweeps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -234,6 +234,11 @@ def test_a_refused_request_leaves_no_record_and_no_reservation(run: Callable[[Sc
 # Commits that fail.
 
 
+def test_how_long_ends_are_committed_again_is_as_documented() -> None:
+    assert saver.COMMIT_SECONDS == 15
+    assert 0 < saver.PAUSE_SECONDS < saver.COMMIT_SECONDS < saver.LAST_SECONDS  # The end of the service waits for what is tried again.
+
+
 @pytest.mark.parametrize("failures", [1, 3])
 def test_an_end_is_committed_again_until_the_registry_takes_it(run: Callable[[Scenario], None], failures: int) -> None:
     async def scenario(world: World) -> None:
