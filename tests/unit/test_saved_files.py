@@ -1,17 +1,20 @@
 """A published file is opened and removed only if it is that very one, and is gone only where its file system is there."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from service.errors import Gone, StorageUnavailable
+from service.errors import Gone, ServiceError, StorageUnavailable
 from service.registry.records import SaveRecord
+from service.saves import files
 from service.saves.files import check_in_sight, device_of_saved, is_saved_file, open_saved, remove_saved
 from service.saves.paths.roots import SaveRoots
 
@@ -178,6 +181,104 @@ def test_the_status_tells_the_file_by_device_inode_size_and_kind(world: World) -
     assert not is_saved_file(world.file.parent.stat(), replace(world.record, inode=world.file.parent.stat().st_ino, bytes=4096))
     for changed in ({"device": OTHER_DEVICE}, {"inode": 1}, {"bytes": 1}):
         assert not is_saved_file(status, replace(world.record, **changed))
+
+
+# What changes at the last moment.
+
+
+def before_open(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Something happens between the look at the file and its opening."""
+    os_open, acts = os.open, iter([act])
+
+    def open_after(path: str, flags: int, *arguments: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
+        if path == "x":
+            next(acts, lambda: None)()
+        return os_open(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_after)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_takes_the_place_of_a_file_while_it_is_opened_is_not_the_file(
+    world: World, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
+) -> None:
+    before_open(monkeypatch, lambda: change(world))
+    with pytest.raises(Gone):
+        opened(world, world.record)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_takes_the_place_of_a_file_while_it_is_removed_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
+) -> None:
+    left: dict[Path, bytes] = {}
+
+    def act() -> None:
+        change(world)
+        left.update((path, path.read_bytes()) for path in world.root.rglob("*") if path.is_file())
+
+    before_open(monkeypatch, act)
+    assert remove_saved(world.roots, world.record, lock_files=False) is False
+    assert {path: path.read_bytes() for path in world.root.rglob("*") if path.is_file()} == left
+
+
+def test_a_disk_that_fails_is_not_a_file_that_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "I/O error")
+
+    before_open(monkeypatch, fail)
+    with pytest.raises(ServiceError) as refused:
+        opened(world, world.record)
+    assert (refused.value.status, refused.value.code) == (500, "io_error")
+    monkeypatch.undo()
+    monkeypatch.setattr(world.roots, "locate", lambda path: (_ for _ in ()).throw(ServiceError("the disk has failed", code="io_error")))
+    for look in (lambda: opened(world, world.record), lambda: remove_saved(world.roots, world.record, lock_files=True)):
+        with pytest.raises(ServiceError, match="the disk has failed"):
+            look()
+
+
+def before_rename(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Something happens between the opening of the file and its removal."""
+    rename = os.rename
+
+    def rename_after(source: str, target: str, **options: Any) -> None:  # noqa: ANN401 - passed on
+        monkeypatch.setattr(os, "rename", rename)
+        act()
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", rename_after)
+
+
+def test_a_file_that_a_client_removes_at_the_same_time_has_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_rename(monkeypatch, world.file.unlink)
+    assert remove_saved(world.roots, world.record, lock_files=True) is False
+    assert list(world.file.parent.iterdir()) == []
+
+
+def test_a_file_that_takes_the_name_at_the_last_moment_has_it_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_rename(monkeypatch, lambda: replace_by_other_inode(world))
+    assert remove_saved(world.roots, world.record, lock_files=True) is False
+    assert world.file.stat().st_ino != world.record.inode
+    assert sorted(path.name for path in world.file.parent.iterdir()) == ["x", "x.lock"]
+
+
+def test_a_file_whose_name_is_taken_again_meanwhile_is_kept_under_another_and_told_of(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names_file = files.names_file
+
+    def caught(directory_fd: int, name: str, fd: int) -> bool:
+        world.file.write_bytes(b"the second")
+        return names_file(directory_fd, name, fd)
+
+    monkeypatch.setattr(files, "names_file", caught)
+    before_rename(monkeypatch, lambda: (world.root / "first").rename(world.file))
+    (world.root / "first").write_bytes(b"the first")
+    assert remove_saved(world.roots, world.record, lock_files=False) is False
+    assert world.file.read_bytes() == b"the second"
+    [kept] = set(world.file.parent.iterdir()) - {world.file, world.lock}
+    assert (kept.read_bytes(), kept.name[:2]) == (b"the first", "x.")
+    assert f"is kept as {kept.name}" in caplog.text
 
 
 def test_a_sweep_learns_where_the_file_is_without_reading_it_unless_it_must(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
