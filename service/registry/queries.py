@@ -38,12 +38,12 @@ _LIVE = "status IN ('queued', 'running', 'writing')"
 class Page:
     """Which records are listed. None: any."""
 
-    status: SaveStatus | None = None
-    request_id: str | None = None
-    prefix: str | None = None
-    owner: str | None = None
-    after: str | None = None
-    limit: int = 100
+    status: SaveStatus | None
+    request_id: str | None
+    prefix: str | None
+    owner: str | None
+    after: str | None
+    limit: int
 
 
 def insert(database: sqlite3.Connection, group: GroupRecord, records: Sequence[SaveRecord]) -> None:

@@ -59,3 +59,10 @@ def test_a_file_without_the_metadata_of_a_save_is_none(read: Reader, missing: st
 
 def test_a_file_without_hidden_states_is_none(read: Reader) -> None:
     assert read({"save_id": "a", "num_tokens": "3"}, tensors={"other": STATES}) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\xff" * 64, (100_000).to_bytes(8, "little") + b"[" * 100_000])
+def test_a_file_of_another_format_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with (tmp_path / "x").open("rb") as file:
+        assert read_published(file.fileno()) is None

@@ -428,6 +428,15 @@ def test_old_and_surplus_records_are_purged_but_not_what_still_matters(state: Pa
     registry.close()
 
 
+def test_no_more_records_are_purged_at_once_than_asked(state: Path) -> None:
+    registry = Registry(state, keep_seconds=100, keep_count=1)
+    registry.insert(*(record(number, status="failed", finished=10.0 if number < 4 else 950.0) for number in range(8))).result()
+    assert registry.purge(now=1000.0, limit=5).result() == 5
+    assert ids(registry.list().result()) == [7, 6, 5]
+    assert registry.purge(now=1000.0, limit=5).result() == 2
+    registry.close()
+
+
 def test_waiting_ends_with_the_save(registry: Registry) -> None:
     async def scenario() -> tuple[SaveRecord | None, SaveRecord | None, SaveRecord | None]:
         waiting = asyncio.ensure_future(registry.wait(record(1).id, 60))

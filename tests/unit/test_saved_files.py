@@ -111,7 +111,12 @@ def replace_by_link(world: World) -> None:
     world.file.symlink_to(world.root / "away")
 
 
-CHANGES = [delete, delete_folder, replace_by_other_save, replace_by_longer, replace_by_other_inode, replace_by_link]
+def replace_by_fifo(world: World) -> None:
+    world.file.unlink()
+    os.mkfifo(world.file)
+
+
+CHANGES = [delete, delete_folder, replace_by_other_save, replace_by_longer, replace_by_other_inode, replace_by_link, replace_by_fifo]
 
 
 def test_the_file_is_opened_and_removed(world: World) -> None:
@@ -220,6 +225,23 @@ def test_what_takes_the_place_of_a_file_while_it_is_removed_stays(
     before_open(monkeypatch, act)
     assert remove_saved(world.roots, world.record, lock_files=False) is False
     assert {path: path.read_bytes() for path in world.root.rglob("*") if path.is_file()} == left
+
+
+@pytest.mark.parametrize("change", [replace_by_longer, replace_by_other_inode, replace_by_link, replace_by_fifo])
+def test_what_can_not_be_the_file_is_not_opened(world: World, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]) -> None:
+    openings: list[None] = []
+    change(world)
+    before_open(monkeypatch, lambda: openings.append(None))
+    with pytest.raises(Gone):
+        opened(world, world.record)
+    assert openings == []
+
+
+def test_a_header_that_can_not_be_read_is_not_a_file_that_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "read_published", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
+    with pytest.raises(ServiceError) as refused:
+        opened(world, world.record)
+    assert (refused.value.status, refused.value.code) == (500, "io_error")
 
 
 def test_a_disk_that_fails_is_not_a_file_that_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
