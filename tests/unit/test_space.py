@@ -367,9 +367,13 @@ def test_a_save_that_wrote_more_than_it_reserved_gives_nothing_to_others(registr
     first = two_disks.roots[0].fd
     space = Space(registry, two_disks, min_free_bytes=10 * BLOCK)
     reserved(space, Need("a", first, 40 * BLOCK), Need("b", first, 40 * BLOCK))
+
+    def written(save_id: str) -> int:
+        return 60 * BLOCK if save_id == "a" else 0
+
     with pytest.raises(DiskFull):
-        asyncio.run(space.reserve([Need("c", first, 51 * BLOCK)], lambda save_id: 60 * BLOCK if save_id == "a" else 0, asyncio.to_thread))
-    asyncio.run(space.reserve([Need("c", first, 50 * BLOCK)], lambda save_id: 60 * BLOCK if save_id == "a" else 0, asyncio.to_thread))
+        asyncio.run(space.reserve([Need("c", first, 50 * BLOCK + 1)], written, asyncio.to_thread))
+    asyncio.run(space.reserve([Need("c", first, 50 * BLOCK)], written, asyncio.to_thread))
 
 
 def test_what_lands_while_the_disk_is_looked_at_may_be_missing_in_its_figures(
