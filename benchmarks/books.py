@@ -63,7 +63,7 @@ class PageBooks:
 
     def take(self, num_blocks: int) -> IntArray:
         """`[blocks, layers]`"""
-        pages = self.store.take(self._holder, num_blocks * len(LAYERS))
+        pages = self.store.allocate(self._holder, num_blocks * len(LAYERS))
         assert pages is not None
         return pages.reshape(num_blocks, len(LAYERS))
 

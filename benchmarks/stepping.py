@@ -22,7 +22,7 @@ from engine.execution.step_input import StepInput
 from engine.layers import LayerId
 from engine.offline import LocalTarget
 from engine.request import EngineRequest, RequestOutput, SamplingParams
-from engine.sampling.sampler import Choice, SampledRow, SampledToken, Sampler
+from engine.sampling.sampler import SampledRow, SampledToken, Sampler, SamplerOutput
 from engine.saves.spec import SaveEvent, SaveSpec
 from engine.scheduling.save_plan import plan_save
 
@@ -68,13 +68,13 @@ class TimedSampler(Sampler):
         self._timed = timed
         self._stopwatch = stopwatch
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> Choice:
+    def launch(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> SamplerOutput:
         with self._stopwatch.running():
-            return self._timed.choose(logits, rows)
+            return self._timed.launch(logits, rows)
 
-    def answers(self, choice: Choice, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
+    def finish(self, choice: SamplerOutput, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
         with self._stopwatch.running():
-            return self._timed.answers(choice, rows)
+            return self._timed.finish(choice, rows)
 
 
 @dataclass(frozen=True)

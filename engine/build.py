@@ -146,7 +146,7 @@ def assemble(
         state_cache_rows=(num_pages - 1) * page_size,
         state_page_size=page_size,
         attention_workspace_bytes=workspace_bytes,
-        cuda_graphs=recording.told,
+        cuda_graphs=recording.status,
     )
     writer = SaveWriter(
         states.pages,

@@ -17,7 +17,7 @@ from engine.capture.sink import Landing
 from engine.capture.transfers import PagesInFlight
 from engine.device.streams import CopyStream
 from engine.errors import EngineError, RequestAborted, SaveError, StepFailed
-from engine.execution.executor import ComputedStep, LaunchedStep, StepExecutor, StepOutcome, restore
+from engine.execution.executor import ComputedStep, LaunchedStep, StepExecutor, StepOutcome, restore_generators
 from engine.execution.faults import StepFault, note_step_fault
 from engine.execution.runner import ModelRunner
 from engine.layers import depth_of
@@ -98,8 +98,8 @@ class EngineCore:
         """Those with rows on their way to their pages."""
         self._arrivals = 0
         self._failed_steps = 0
-        self._untold: list[RequestOutput] = []
-        """What came of the step that showed the engine to be broken."""
+        self._unreported: list[RequestOutput] = []
+        """Outputs of the step after which the engine was found broken; `fail_all` reports them."""
 
     @property
     def has_work(self) -> bool:
@@ -111,8 +111,8 @@ class EngineCore:
         try:
             sequence = self._new_sequence(request, job)
         except Exception as error:
-            _log.exception("a request could not be taken in", extra={"fields": request.log_fields})
-            self._refuse(request, job, StepFailed(f"the request could not be taken in: {type(error).__name__}"))
+            _log.exception("a request could not be queued", extra={"fields": request.log_fields})
+            self._refuse(request, job, StepFailed(f"the request could not be queued: {type(error).__name__}"))
             return
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
@@ -123,15 +123,15 @@ class EngineCore:
         if request_id in self._writing:
             self._writing.pop(request_id).cancel(reason)
         elif request_id in self._sequences:
-            outputs = self._drop(self._sequences[request_id], "abort", RequestAborted("the request was aborted"), reason)
+            outputs = self._terminate(self._sequences[request_id], "abort", RequestAborted("the request was aborted"), reason)
             self._listener.on_step(outputs, 0, 0.0)
 
     def fail_all(self, error: EngineError) -> None:
         """Answers every request with the error and fails what is being written."""
         reason = SaveError("engine_error", str(error))
-        outputs, self._untold = self._untold, []
+        outputs, self._unreported = self._unreported, []
         for sequence in list(self._sequences.values()):
-            outputs += self._drop(sequence, "error", error, reason)
+            outputs += self._terminate(sequence, "error", error, reason)
         for request_id in list(self._writing):
             self._writing.pop(request_id).cancel(reason)
         self._listener.on_step(outputs, 0, 0.0)
@@ -153,19 +153,19 @@ class EngineCore:
         """
         started, before = time.perf_counter(), self.num_computed_tokens
         self._parts.runner.collect()
-        self._settle()
+        self._process_landed()
         outputs = self._end_failed_saves()
         plan = self.scheduler.schedule()
         for sequence in plan.ready:
-            outputs += self._advance(sequence)
+            outputs += self._finish_if_done(sequence)
         chunks = list(plan.chunks.values())
         launched = self._launch(chunks, outputs) if chunks else False
         finished = len(self._in_flight) > (self._max_in_flight if launched else 0)
         if finished:
             outputs += self._finish(self._in_flight.popleft())
         if outputs or chunks or finished:
-            self._tell(outputs, self.num_computed_tokens - before, started)
-        return self._land_something() if not (plan.did_something or finished) else True
+            self._notify_listener(outputs, self.num_computed_tokens - before, started)
+        return self._wait_for_landing() if not (plan.did_something or finished) else True
 
     def check_integrity(self) -> None:
         """Raises AssertionError where blocks or pages are held by nobody known."""
@@ -217,13 +217,13 @@ class EngineCore:
             return True
         except Exception as error:
             if self._in_flight:
-                _log.exception("a step could not be launched behind another; it is planned again when that has ended")
+                _log.exception("a step could not be launched while another is in flight; it will be rescheduled")
                 for chunk in reversed(chunks):
                     self.scheduler.withdraw(chunk)
                 return False
             fault = note_step_fault(error, chunks)
         # The exception and the tensors it held are gone by now.
-        outputs += self._take(self._compute_apart(chunks, fault))
+        outputs += self._commit_outcome(self._retry_in_parts(chunks, fault))
         return False
 
     def _finish(self, step: LaunchedStep) -> list[RequestOutput]:
@@ -233,42 +233,42 @@ class EngineCore:
             fault = note_step_fault(error, step.chunks)
         else:
             self._observe(step)
-            return self._take(StepOutcome([computed]))
+            return self._commit_outcome(StepOutcome([computed]))
         while self._in_flight:  # what they compute follows from what this one should have given
             self._steps.withdraw(self._in_flight.pop())
-        restore(step.draws)
-        return self._take(self._compute_apart(step.chunks, fault))
+        restore_generators(step.generator_states)
+        return self._commit_outcome(self._retry_in_parts(step.chunks, fault))
 
     def _observe(self, step: LaunchedStep) -> None:
         now = time.perf_counter()
         seconds, self._finished_at = now - max(step.started, self._finished_at), now
         self.scheduler.observe(step.chunks, seconds)
 
-    def _compute_apart(self, chunks: Sequence[Chunk], fault: StepFault) -> StepOutcome:
+    def _retry_in_parts(self, chunks: Sequence[Chunk], fault: StepFault) -> StepOutcome:
         self.num_step_failures += 1
         gone = [chunk for chunk in chunks if chunk.sequence.ended]
         for chunk in gone:
             self.scheduler.withdraw(chunk)
         left = [chunk for chunk in chunks if not chunk.sequence.ended]
-        outcome = self._steps.compute_apart(left, fault) if left else StepOutcome()
+        outcome = self._steps.retry_in_parts(left, fault) if left else StepOutcome()
         if outcome.ran_out_of_memory:
-            self.scheduler.use_fewer_tokens(sum(chunk.count for chunk in chunks))
+            self.scheduler.shrink_token_budget(sum(chunk.count for chunk in chunks))
         return outcome
 
-    def _take(self, outcome: StepOutcome) -> list[RequestOutput]:
-        """Commits what a step has given."""
+    def _commit_outcome(self, outcome: StepOutcome) -> list[RequestOutput]:
+        """Commits the results of a step."""
         self.num_computed_tokens += outcome.num_tokens
         if not outcome.ran_out_of_memory:
-            self.scheduler.use_more_tokens()
+            self.scheduler.grow_token_budget()
         outputs: list[RequestOutput] = []
         for part in outcome.computed:
             outputs += self._commit(part)
-        for chunk in outcome.left:
+        for chunk in outcome.deferred:
             self.scheduler.withdraw(chunk)
         for chunk, fault in outcome.failed:
             self.scheduler.withdraw(chunk)
             outputs += self._fail(chunk.sequence, StepFailed(str(fault)))
-        self._judge(outcome)
+        self._count_engine_failure(outcome)
         return outputs
 
     def _commit(self, step: ComputedStep) -> list[RequestOutput]:
@@ -281,10 +281,10 @@ class EngineCore:
         for chunk, token in step.tokens:
             # Where the text has ended meanwhile it is the last token's own position, wanted for its row.
             if chunk.sequence.generating and not chunk.sequence.ended:
-                outputs += self._sampled(chunk.sequence, token)
+                outputs += self._append_token(chunk.sequence, token)
         for chunk in going_on:
             if not chunk.sequence.ended:
-                outputs += self._advance(chunk.sequence)
+                outputs += self._finish_if_done(chunk.sequence)
         return outputs
 
     def _commit_chunk(self, chunk: Chunk, landing: Landing) -> bool:
@@ -295,46 +295,46 @@ class EngineCore:
             self._landing.add(capture)
         return True
 
-    def _settle(self) -> None:
-        """Rows that have landed are in the books, and their pages no longer held for them."""
+    def _process_landed(self) -> None:
+        """Records rows that have landed and releases the pages held for them."""
         self._pages.release_landed()
         for capture in list(self._landing):
-            capture.settle()
+            capture.process_landed()
             if not capture.in_flight:
                 self._landing.discard(capture)
 
-    def _land_something(self) -> bool:
-        """There is nothing to compute: rows on their way are waited for."""
+    def _wait_for_landing(self) -> bool:
+        """There is nothing to compute: waits for rows that are in flight."""
         if not self._parts.runner.busy:
             return False
         self._parts.runner.collect(wait=True)
-        self._settle()
+        self._process_landed()
         return True
 
-    # The books
+    # Bookkeeping
 
-    def _tell(self, outputs: list[RequestOutput], num_tokens: int, started: float) -> None:
-        """Where the engine is broken, `fail_all` tells them instead: who has heard the last failure must not find the engine healthy."""
+    def _notify_listener(self, outputs: list[RequestOutput], num_tokens: int, started: float) -> None:
+        """Reports outputs. Where the engine is broken, `fail_all` does: a client that has its error must not find the engine healthy."""
         if self._failed_steps >= _FAILED_STEPS_IN_A_ROW:
-            self._untold = outputs
+            self._unreported = outputs
             raise StepFailed(f"{self._failed_steps} steps in a row have failed")
         self._listener.on_step(outputs, num_tokens, time.perf_counter() - started)
 
-    def _judge(self, outcome: StepOutcome) -> None:
-        """Counts steps that the engine is to blame for. Those that have failed have given their blocks back by now."""
+    def _count_engine_failure(self, outcome: StepOutcome) -> None:
+        """Counts consecutive steps that failed through the engine's own fault. Failed requests have released their blocks by now."""
         works = bool(outcome.computed) or self._steps.can_compute()
         if works is not None:
             self._failed_steps = 0 if works else self._failed_steps + 1
 
     def _fail(self, sequence: TokenSequence, error: EngineError) -> list[RequestOutput]:
-        return self._drop(sequence, "error", error, SaveError("engine_error", str(error)))
+        return self._terminate(sequence, "error", error, SaveError("engine_error", str(error)))
 
     def _refuse(self, request: EngineRequest, job: Job | None, error: EngineError) -> None:
         if job is not None:
             job.cancel(SaveError("engine_error", str(error)))
         self._listener.on_step([RequestOutput(request.request_id, finish_reason="error", error=error)], 0, 0.0)
 
-    def _sampled(self, sequence: TokenSequence, token: SampledToken | EngineError) -> list[RequestOutput]:
+    def _append_token(self, sequence: TokenSequence, token: SampledToken | EngineError) -> list[RequestOutput]:
         if isinstance(token, EngineError):
             return self._fail(sequence, token)
         first = not sequence.num_output_tokens
@@ -361,12 +361,12 @@ class EngineCore:
         )
         return [output]
 
-    def _advance(self, sequence: TokenSequence) -> list[RequestOutput]:
-        """Ends a sequence that has nothing left to compute; its file is the writer's from then on."""
+    def _finish_if_done(self, sequence: TokenSequence) -> list[RequestOutput]:
+        """Finishes a sequence that has nothing left to compute; the writer owns its file from then on."""
         if not sequence.done:
             return []
         request_id, capture = sequence.request.request_id, sequence.capture
-        self._let_go(sequence)
+        self._remove(sequence)
         if capture is not None:
             self._writing[request_id] = capture
             capture.finish(sequence.token_ids, sequence.num_saved_rows, sequence.num_prompt_tokens)
@@ -382,12 +382,12 @@ class EngineCore:
         for sequence in list(self._sequences.values()):
             error = None if sequence.capture is None else sequence.capture.job.error
             if error is not None:
-                outputs += self._drop(sequence, "error", error, error)
+                outputs += self._terminate(sequence, "error", error, error)
         return outputs
 
-    def _drop(self, sequence: TokenSequence, reason: FinishReason, error: EngineError, save_error: SaveError) -> list[RequestOutput]:
-        """Takes a sequence out before it is done. Where its text was done already, it is heard of through its save."""
-        self._let_go(sequence)
+    def _terminate(self, sequence: TokenSequence, reason: FinishReason, error: EngineError, save_error: SaveError) -> list[RequestOutput]:
+        """Ends a sequence before it is done. Where its text was done already, its save reports the end."""
+        self._remove(sequence)
         if sequence.capture is not None:
             sequence.capture.cancel(save_error)
         if sequence.finish_reason is not None:
@@ -395,7 +395,7 @@ class EngineCore:
         request_id, cached = sequence.request.request_id, sequence.num_cached
         return [RequestOutput(request_id, finish_reason=reason, error=error, num_cached_tokens=cached, times=sequence.times())]
 
-    def _let_go(self, sequence: TokenSequence) -> None:
-        """The end of a sequence in the scheduler."""
+    def _remove(self, sequence: TokenSequence) -> None:
+        """Removes an ended sequence from the books and from the scheduler."""
         del self._sequences[sequence.request.request_id]
         self.scheduler.remove(sequence)

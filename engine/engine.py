@@ -89,7 +89,7 @@ class Engine:
             self._check_ids(request)
             self._prompt_logprobs.check(prompt_logprobs_bytes)
             job = self._begin_save(request, plan)
-            self._prompt_logprobs.take(request.request_id, prompt_logprobs_bytes)
+            self._prompt_logprobs.reserve(request.request_id, prompt_logprobs_bytes)
             self._open.add(("request", request.request_id))
             self._num_arriving += 1
             self._commands.put(lambda: self._add(request, job))
@@ -169,7 +169,7 @@ class Engine:
         try:
             self._listener.on_save(event)
         except BaseException as error:
-            # Whoever waits for this save would never hear of it.
+            # A client that waits for this save would wait for ever.
             self._commands.put(partial(_raise, error))
             raise
         finally:
@@ -211,7 +211,7 @@ class Engine:
             for kind, name in ended:
                 self._open.discard((kind, name))
                 if kind == "request":
-                    self._prompt_logprobs.give_back(name)
+                    self._prompt_logprobs.release(name)
             self._changed.notify_all()
 
     # The engine thread.
@@ -223,9 +223,9 @@ class Engine:
             with torch.inference_mode():
                 self._loop()
         except BaseException as error:
-            self._die(error)
+            self._fail_engine(error)
         else:
-            self._answer_all(EngineUnavailable("the engine has stopped"))
+            self._fail_open_requests(EngineUnavailable("the engine has stopped"))
 
     def _loop(self) -> None:
         progress = True
@@ -241,23 +241,23 @@ class Engine:
             while True:
                 self._commands.get_nowait()()
         except queue.Empty:
-            self._check_at_times()
+            self._check_integrity_if_due()
 
-    def _check_at_times(self) -> None:
+    def _check_integrity_if_due(self) -> None:
         now = time.monotonic()
         if not self._core.has_work and now - self._checked_at >= _INTEGRITY_SECONDS:
             self._checked_at = now
             self._core.check_integrity()
 
-    def _die(self, error: BaseException) -> None:
+    def _fail_engine(self, error: BaseException) -> None:
         _log.critical("the engine is dead", exc_info=error)
         with self._changed:
             self._state = "dead"
-        self._answer_all(EngineUnavailable(f"the engine is dead: {type(error).__name__}"))
+        self._fail_open_requests(EngineUnavailable(f"the engine is dead: {type(error).__name__}"))
         _guard(lambda: self._listener.on_dead(error))
 
-    def _answer_all(self, failure: EngineUnavailable) -> None:
-        """Nobody is left waiting, those included whose requests were on their way, and whatever state the core is in."""
+    def _fail_open_requests(self, failure: EngineUnavailable) -> None:
+        """Fails every open request, including those still queued as commands, whatever state the core is in."""
         with suppress(queue.Empty):
             while True:
                 _guard(self._commands.get_nowait())
@@ -266,21 +266,21 @@ class Engine:
         with self._changed:
             unanswered = [name for kind, name in self._open if kind == "request"]
         for request_id in unanswered:
-            self._answer(RequestOutput(request_id, finish_reason="error", error=failure))
+            self._report(RequestOutput(request_id, finish_reason="error", error=failure))
         for _, job in list(self._saves.values()):
             job.cancel(SaveError("engine_error", str(failure)))
 
-    def _answer(self, output: RequestOutput) -> None:
+    def _report(self, output: RequestOutput) -> None:
         _guard(lambda: self._listener.on_step([output], 0, 0.0))
         self._close([("request", output.request_id)])
 
 
 def _guard(callback: Callable[[], None]) -> None:
-    """For the end of the engine, which nothing may keep from answering the others."""
+    """Logs what a step of the shutdown raises, so that the other requests are still answered."""
     try:
         callback()
     except BaseException:
-        _log.exception("something failed while the engine ended")
+        _log.exception("a cleanup failed while the engine stopped")
 
 
 def _raise(error: BaseException) -> None:

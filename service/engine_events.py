@@ -50,18 +50,18 @@ class Collector:
     def add_save_change(self, index: int) -> None:
         self._update_of(index).save_changed = True
 
-    async def take(self, patience: float | None = None) -> Mapping[int, Update]:
-        """Waits until there is something, then takes all of it; nothing where that took longer than `patience` seconds."""
+    async def take(self, timeout_seconds: float | None = None) -> Mapping[int, Update]:
+        """Waits until there is something, then takes all of it; nothing where that took longer than `timeout_seconds` seconds."""
         if not self._updates:
-            await self._wait(patience)
+            await self._wait(timeout_seconds)
         updates, self._updates = self._updates, {}
         return updates
 
-    async def _wait(self, patience: float | None) -> None:
+    async def _wait(self, timeout_seconds: float | None) -> None:
         # Once per token of every stream: an asyncio.Event within an asyncio.timeout takes several times as long.
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = None if patience is None else loop.call_later(patience, self._wake)
+        timer = None if timeout_seconds is None else loop.call_later(timeout_seconds, self._wake)
         try:
             await self._waiter
         finally:

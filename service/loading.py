@@ -20,7 +20,7 @@ class StartInterrupted(Exception):
 
 
 class Loading:
-    """Runs blocking work in threads that nobody waits for once it was interrupted. Used on the event loop."""
+    """Runs blocking work in threads that are abandoned once it was interrupted. Used on the event loop."""
 
     def __init__(self) -> None:
         self.interrupted = False

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 RuntimeState = Literal["starting", "ok", "draining", "dead", "stopped"]
 REPORT_STEP = 0.25
 """A line for every quarter of the weights."""
-LAST_SECONDS = 10.0
+SHUTDOWN_TIMEOUT_SECONDS = 10.0
 """For what no answer waits for, once the engine has stopped and all saves have ended."""
 DEATH_GRACE_SECONDS = 2.0
 """For answers to those who still waited when the engine failed."""
@@ -69,10 +69,10 @@ class Runtime:
         self.tracing = start_tracing(settings)
         self._state: RuntimeState = "starting"
         self.on_fatal: Callable[[], None] = lambda: None
-        """Called when the engine has failed and nobody waits for an answer any more."""
+        """Called when the engine has died and every request was answered."""
         self._make_engine = engine_factory
         self._services: Services | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._cleanup_callbacks: list[Callable[[], None]] = []
         self._reaper: Reaper | None = None
         self._grace: asyncio.Task[None] | None = None
         self._loading = Loading()
@@ -119,7 +119,7 @@ class Runtime:
             log.info("the start was interrupted")
 
     def interrupt_start(self) -> None:
-        """Ends a start that is under way: whoever waits for it goes on at once."""
+        """Interrupts a start that is running: its waiters continue at once."""
         self._loading.interrupt()
 
     async def _start(self) -> None:
@@ -184,12 +184,12 @@ class Runtime:
             services.saver.stop_retrying()
         if self._reaper is not None:
             await self._reaper.close()
-        while self._undo:
-            await asyncio.to_thread(self._undo.pop())
+        while self._cleanup_callbacks:
+            await asyncio.to_thread(self._cleanup_callbacks.pop())
             if services is not None:  # the engine is the last that was started and the first that is stopped
-                await services.saver.settle()
+                await services.saver.wait_idle()
                 if services.background:
-                    await asyncio.wait(services.background, timeout=LAST_SECONDS)
+                    await asyncio.wait(services.background, timeout=SHUTDOWN_TIMEOUT_SECONDS)
         self.threads.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
@@ -198,7 +198,7 @@ class Runtime:
 
     async def _start_engine(self, config: EngineConfig, events: EngineEvents) -> EngineAPI:
         engine = self._make_engine(config, events)
-        self._undo.append(engine.stop)
+        self._cleanup_callbacks.append(engine.stop)
         await self._loading.run(partial(engine.start, _progress_lines()))
         self.metrics.watch_engine(engine.stats)
         return engine
@@ -224,12 +224,12 @@ class Runtime:
             umask=settings.umask,
             client_path_map=settings.client_path_map,
         )
-        self._undo.append(roots.close)
+        self._cleanup_callbacks.append(roots.close)
         registry = Registry(settings.state_dir, durability=settings.durability, keep_seconds=settings.keep_records)
-        self._undo.append(registry.close)
+        self._cleanup_callbacks.append(registry.close)
         recovered = recover(registry, roots)
         if recovered.completed or recovered.failed:
-            log.warning("after an interruption: %d saves were complete, %d have failed", recovered.completed, recovered.failed)
+            log.warning("recovery after a crash: %d saves completed, %d failed", recovered.completed, recovered.failed)
         return roots, registry
 
     def _engine_died(self, error: BaseException) -> None:

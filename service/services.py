@@ -84,7 +84,7 @@ class Services:
         return self.threads.disk(self.roots.root_of(record.hidden_states_path))
 
     def idempotent_admission(self, owner: str | None, key: str) -> asyncio.Lock:
-        """The same for everybody who asks while somebody has it."""
+        """The same lock for all callers while any of them holds it."""
         return self.idempotent_admissions.setdefault((owner, key), asyncio.Lock())
 
     def start_in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

@@ -17,11 +17,11 @@ class Share:
     """A bounded amount of something. Used on the event loop.
 
     One owner alone may take all of it. Of several, each may hold as much as is left for the others: the first gets half at most, a second
-    one half of the rest. So whoever comes later always finds some. (A dynamic threshold with alpha 1: Choudhury and Hahne, 1998.)
+    one half of the rest. So a later owner always gets a share. (A dynamic threshold with alpha 1: Choudhury and Hahne, 1998.)
     """
 
     def __init__(self, what: str, most: int, several: Callable[[], bool], code: str = Busy.default_code) -> None:
-        """`what` there is too much of, for the message to whoever is refused. `several`: whether there are several owners just now."""
+        """`what` there is too much of, for the error message. `several`: whether there are several owners just now."""
         self.most = most
         self.total = 0
         self._what = what
@@ -29,31 +29,31 @@ class Share:
         self._code = code
         self._held: Counter[Owner] = Counter()
 
-    def take(self, owner: Owner, amount: int = 1) -> None:
-        """Raises `Busy`, and takes nothing, where that is more than is left or than the owner's part."""
+    def acquire(self, owner: Owner, amount: int = 1) -> None:
+        """Raises `Busy`, and acquires nothing, where that is more than is left or than the owner's share."""
         left = self._left(amount)
         if left < 0:
-            raise Busy(f"{self._what}: {self.total} of {self.most} are taken", code=self._code)
+            raise Busy(f"{self._what}: {self.total} of {self.most} are in use", code=self._code)
         if self._several() and self._held[owner] + amount > max(left, 1):
             held = self._held[owner]
-            raise Busy(f"{self._what}: {held} of {self.most} are taken with your keys, the rest is for others", code=self._code)
+            raise Busy(f"{self._what}: {held} of {self.most} are in use with your keys, the rest is reserved for others", code=self._code)
         self._held[owner] += amount
         self.total += amount
 
-    def give_back(self, owner: Owner, amount: int = 1) -> None:
+    def release(self, owner: Owner, amount: int = 1) -> None:
         self._held[owner] -= amount
         self.total -= amount
         if not self._held[owner]:
             del self._held[owner]
 
     @contextmanager
-    def taken(self, owner: Owner, amount: int = 1) -> Iterator[None]:
+    def acquired(self, owner: Owner, amount: int = 1) -> Iterator[None]:
         """Holds it for the length of the block. Raises `Busy`."""
-        self.take(owner, amount)
+        self.acquire(owner, amount)
         try:
             yield
         finally:
-            self.give_back(owner, amount)
+            self.release(owner, amount)
 
     def _left(self, amount: int) -> int:
         """What others find afterwards; negative where there isn't so much."""

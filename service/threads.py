@@ -22,8 +22,8 @@ BODY_THREADS = 2
 CLAIM_THREADS = 8
 READ_THREADS = 8
 REMOVAL_THREADS = 2
-MOST_CALLS = 1024
-"""To one pool that run or wait; more are told to come again."""
+MAX_CALLS = 1024
+"""Calls to one pool that run or wait; more are refused with 429."""
 NO_BOUND = 2**62
 
 
@@ -50,11 +50,11 @@ class Pool:
         A caller that is cancelled leaves the queue at once. A call that has begun goes on to its end; what it returns is dropped, and
         closed where it can be.
         """
-        self._calls.take(owner)
+        self._calls.acquire(owner)
         try:
             await self._idle.acquire()
         except BaseException:
-            self._calls.give_back(owner)
+            self._calls.release(owner)
             raise
         if self._closed:
             self._ended(owner)
@@ -75,14 +75,14 @@ class Pool:
 
     def _ended(self, owner: Owner) -> None:
         self._idle.release()
-        self._calls.give_back(owner)
+        self._calls.release(owner)
 
 
 class DiskPools:
     """Threads for the files of one save root."""
 
     def __init__(self, shares: Shares) -> None:
-        self.claims = Pool("claim", CLAIM_THREADS, shares.share("saves that wait for the disk", MOST_CALLS))
+        self.claims = Pool("claim", CLAIM_THREADS, shares.share("saves that wait for the disk", MAX_CALLS))
         """What is looked at before a save begins: paths, lock files, free space."""
         self.reads = Pool("read", READ_THREADS, shares.share("downloads that wait for the disk", NO_BOUND))
         """Bounded by `Shares.downloads`: a download that has begun is not refused its next piece."""
@@ -100,11 +100,11 @@ class Threads:
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._disks: dict[str, DiskPools] = {}
-        self.texts = Pool("text", TEXT_THREADS, shares.share("texts that wait to be tokenized", MOST_CALLS))
+        self.texts = Pool("text", TEXT_THREADS, shares.share("texts that wait to be tokenized", MAX_CALLS))
         """Tokenizing and templates of prompts that are to be run."""
-        self.tokens = Pool("tokens", TOKEN_THREADS, shares.share("texts that wait to be tokenized", MOST_CALLS))
+        self.tokens = Pool("tokens", TOKEN_THREADS, shares.share("texts that wait to be tokenized", MAX_CALLS))
         """The same for its own sake, of any length, and text out of tokens."""
-        self.bodies = Pool("body", BODY_THREADS, shares.share("large bodies that wait to be parsed", MOST_CALLS))
+        self.bodies = Pool("body", BODY_THREADS, shares.share("large bodies that wait to be parsed", MAX_CALLS))
 
     def disk(self, root: str) -> DiskPools:
         """Those of a save root, by its path. Threads are started as they are needed."""
@@ -120,7 +120,7 @@ class Threads:
 
 
 def _forget(call: "asyncio.Future[T]") -> None:
-    """Nobody asks for its result any more, nor for its failure."""
+    """Retrieves the exception of a call whose result is no longer needed."""
     if not call.cancelled() and call.exception() is None:
         result = call.result()
         if isinstance(result, Closing):

@@ -9,7 +9,7 @@ import torch
 
 from engine.attention.facade import AttentionNeeds, FixedShape, GroupCache, GroupInput, GroupStep, IntArray, StepRows
 from engine.attention.index import GroupIndex, Int32Array, pad_rows, plan_group
-from engine.attention.transfer import KeptArray, StepBuffer
+from engine.attention.transfer import StaticArray, StepBuffer
 from engine.models.base import AttentionOptions
 
 
@@ -80,7 +80,7 @@ class PagedContext(ABC):
         self._buffer = buffer
         self._groups = groups
         self._fixed = fixed
-        self._kept = [] if fixed is None else [KeptArray(fixed.num_pages(group.cache.block_size), buffer.device) for group in groups]
+        self._kept = [] if fixed is None else [StaticArray(fixed.num_pages(group.cache.block_size), buffer.device) for group in groups]
         self._layers = {layer: (group, number) for group in groups for number, layer in enumerate(group.cache.layers)}
         self._fill(rows, inputs)
 

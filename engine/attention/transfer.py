@@ -56,8 +56,8 @@ class StepBuffer:
                 self._sent = torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
-class KeptArray:
-    """A long int32 array on the device, at an address that stays, of which only what has changed is sent."""
+class StaticArray:
+    """A long int32 array at a fixed address on the device; an update transfers only what has changed."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # usable in and out of inference mode

@@ -1,4 +1,4 @@
-"""The order in which blocks that nobody holds are given up."""
+"""The order in which blocks without references are evicted."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,7 +7,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 _ABSENT = -1
-_FIRST_LOOK = 64
+_FIRST_LOOKUP = 64
 """Places that are looked at at first beyond those asked for, since some may be gaps; then four times as many, since many may be."""
 
 
@@ -49,7 +49,7 @@ class EvictionQueue:
         """The `count` blocks that have been here longest."""
         assert count <= self.size
         parts: list[IntArray] = []
-        missing, look = count, _FIRST_LOOK
+        missing, look = count, _FIRST_LOOKUP
         while missing:
             end, look = min(self._tail, self._head + missing + look), look * 4
             places = self._filled(self._head, end)[:missing]

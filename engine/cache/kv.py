@@ -127,13 +127,13 @@ class KVCache:
             table = tables.blocks[index]
             missing = -(-end // group.spec.block_size) - len(table)
             if missing > 0:
-                blocks = group.pool.take(missing)
+                blocks = group.pool.allocate(missing)
                 assert blocks is not None
                 table.extend(blocks)
         tables.steady_end = min([_steady_end(group, tables.blocks[index]) for index, group in used], default=end)
         return max(start, end)
 
-    def room(self, claims: Sequence[tuple[BlockTables, int]]) -> tuple[int, ...]:
+    def headroom(self, claims: Sequence[tuple[BlockTables, int]]) -> tuple[int, ...]:
         """Per group the blocks that are left beside the `claims` of requests that are on their way to so many tokens; may be negative."""
         missing = [self._missing(tables, num_tokens) for tables, num_tokens in claims]
         return tuple(group.pool.num_available - sum(need[index] for need in missing) for index, group in enumerate(self.groups))
@@ -153,7 +153,7 @@ class KVCache:
     def can_hold(self, tables: BlockTables, num_tokens: int, claims: Sequence[tuple[BlockTables, int]] = ()) -> bool:
         """Whether the request could be computed up to `num_tokens` beside the `claims` of others."""
         needs = self._missing(tables, num_tokens)
-        return all(need <= left for need, left in zip(needs, self.room(claims), strict=True))
+        return all(need <= left for need, left in zip(needs, self.headroom(claims), strict=True))
 
     def register(self, tables: BlockTables, chains: dict[int, HashChain], num_computed: int) -> None:
         """Offers blocks whose tokens have all been computed to the prefix cache."""

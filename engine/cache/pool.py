@@ -1,24 +1,24 @@
-"""Fixed-size blocks with reference counts; those that nobody holds but whose contents are known are found by key."""
+"""Fixed-size blocks with reference counts; those without references whose contents are known are found by key."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from engine.cache.block_index import NULL_BLOCK, UNLABELLED, BlockIndex
 from engine.cache.chain import HashChain
-from engine.cache.contents import NULL_BLOCK, UNLABELLED, Contents
 from engine.cache.eviction import BoolArray, EvictionQueue, IntArray
 
 __all__ = ["NULL_BLOCK", "UNLABELLED", "BlockPool", "BoolArray", "IntArray"]
 
-_FIRST_LOOK = 64
-"""Blocks that are looked up before it is clear that the beginning of a sequence is known at all."""
+_FIRST_LOOKUP = 64
+"""Blocks in the first lookup, before it is clear that a prefix of the sequence is cached at all."""
 
-_MOST_OFFERED = 512
-"""Keys that are noted at a time: nobody may look for long."""
+_MAX_PENDING = 512
+"""Most keys whose registration may be pending."""
 
-_LOTS = 256
-"""Cached blocks are evicted in lots of this part of the pool."""
+_EVICTION_FRACTION = 256
+"""Cached blocks are evicted in batches of one part in so many of the pool."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PoolStats:
     total: int
     free: int
     cached: int
-    """Held by nobody, kept for prefix hits."""
+    """Without references, kept for prefix hits."""
     referenced: int
 
 
@@ -38,8 +38,8 @@ class BlockPool:
     A block is free, cached (nobody holds it, but its contents can be found) or referenced. Contents are registered as sets of blocks:
     a key names the set, a label a block in it. Blocks of a set are held and evicted apart.
 
-    What is registered is noted, and becomes known once that matters: a step registers blocks of many requests, and one lot costs much
-    less than many. For the same reason cached blocks are given up in small lots.
+    Registrations are pending until a lookup or a release needs them: a step registers blocks of many requests, and one batch costs much
+    less than many calls. For the same reason cached blocks are evicted in small batches.
 
     All methods take arrays of any shape in which no block is named twice. `poison` is called with blocks whose contents have just become
     meaningless; tests fill them with NaN.
@@ -53,12 +53,12 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, -1, -1)  # a stack: the block on top is handed out first
         self._num_free = num_blocks - 1
         self._cached = EvictionQueue(num_blocks)
-        self._contents = Contents(num_blocks)
-        self._offered: dict[tuple[tuple[Hashable, ...], int], list[tuple[Sequence[Hashable], IntArray]]] = {}
+        self._index = BlockIndex(num_blocks)
+        self._pending: dict[tuple[tuple[Hashable, ...], int], list[tuple[Sequence[Hashable], IntArray]]] = {}
         """By labels and depth."""
-        self._num_offered = 0
+        self._num_pending = 0
         """Keys."""
-        self._poison = poison or _leave
+        self._poison = poison or _keep_contents
 
     @property
     def total(self) -> int:
@@ -66,10 +66,10 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can still hand out, cached ones included."""
+        """Blocks that `allocate` can still hand out, cached ones included."""
         return self._num_free + self._cached.size
 
-    def take(self, count: int) -> IntArray | None:
+    def allocate(self, count: int) -> IntArray | None:
         """`count` blocks referenced once, with undefined contents; None, and nothing taken, where fewer are available.
 
         Free ones first, then cached ones, the least recently used first.
@@ -101,14 +101,14 @@ class BlockPool:
         assert not np.count_nonzero(references < 0), f"blocks {blocks[references < 0]} are released more often than they were taken"
         num_held = np.count_nonzero(references)
         if num_held < blocks.size:
-            self._settle()  # while they are held
+            self._register_pending()  # while they are held
         self._references[blocks] = references
         if num_held == blocks.size:
             return
         unheld = blocks[references == 0] if num_held else blocks.reshape(-1)
-        known = self._contents.known(unheld)
+        known = self._index.known(unheld)
         if np.count_nonzero(known) < len(known):
-            self._put_back(unheld[~known])
+            self._free_blocks(unheld[~known])
             unheld = unheld[known]
         self._cached.push(unheld[::-1])
 
@@ -127,19 +127,19 @@ class BlockPool:
         if len(keys):
             assert blocks.shape == (len(keys), len(labels))
             assert np.count_nonzero(self._references[blocks]) == blocks.size
-            self._offered.setdefault((labels, depth), []).append((keys, blocks.copy()))
-            self._num_offered += len(keys)
-            if self._num_offered >= _MOST_OFFERED:
-                self._settle()
+            self._pending.setdefault((labels, depth), []).append((keys, blocks.copy()))
+            self._num_pending += len(keys)
+            if self._num_pending >= _MAX_PENDING:
+                self._register_pending()
 
     def find(self, keys: Sequence[Hashable], labels: tuple[Hashable, ...] = UNLABELLED, depth: int = 0) -> IntArray:
         """Blocks `[keys, labels]` with contents of at least this depth, `NULL_BLOCK` where there are none. Takes no reference."""
-        self._settle()
-        return self._contents.find(keys, labels, depth)
+        self._register_pending()
+        return self._index.find(keys, labels, depth)
 
     def find_run(self, chain: HashChain, first: int, end: int, labels: tuple[Hashable, ...] = UNLABELLED, depth: int = 0) -> IntArray:
         """Blocks `[n, labels]` of the chain's full blocks `first … first + n - 1`, as far as all labels are found, below `end`."""
-        end, look, runs = min(end, chain.num_full_blocks), _FIRST_LOOK, [np.zeros((0, len(labels)), np.int64)]
+        end, look, runs = min(end, chain.num_full_blocks), _FIRST_LOOKUP, [np.zeros((0, len(labels)), np.int64)]
         while first < end:
             found = self.find(chain.links(first, min(end, first + look)), labels, depth)
             complete = (found != NULL_BLOCK).all(axis=1)
@@ -157,17 +157,17 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the pool's books disagree with themselves."""
-        self._settle()
+        self._register_pending()
         assert self._references[NULL_BLOCK] == 0
         assert not (self._references < 0).any()
         self._cached.check_integrity()
         states = np.stack([self._references > 0, self._cached.contains(), self._is_free()])  # [3, blocks]
         assert not states[:, NULL_BLOCK].any(), "the null block is handed out, or about to be"
         assert (states[:, NULL_BLOCK + 1 :].sum(axis=0) == 1).all(), "a block is not just one of referenced, cached and free"
-        known = self._contents.known(np.arange(self.num_blocks))  # [blocks]
+        known = self._index.known(np.arange(self.num_blocks))  # [blocks]
         assert not (states[1] & ~known).any(), "a block is cached that can't be found"
         assert not (states[2] & known).any(), "a free block can be found"
-        self._contents.check_integrity()
+        self._index.check_integrity()
 
     def _is_free(self) -> BoolArray:
         free = np.zeros(self.num_blocks, np.bool_)
@@ -176,42 +176,42 @@ class BlockPool:
         return free
 
     def _evict(self, count: int) -> IntArray:
-        """`count` blocks that were cached. The rest of the lot that they are evicted with is free."""
-        blocks = self._cached.pop(max(count, min(self._cached.size, self.num_blocks // _LOTS)))
-        self._contents.remove(blocks)
-        self._put_back(blocks[count:])
+        """`count` blocks that were cached. The rest of the batch that they are evicted with is free."""
+        blocks = self._cached.pop(max(count, min(self._cached.size, self.num_blocks // _EVICTION_FRACTION)))
+        self._index.remove(blocks)
+        self._free_blocks(blocks[count:])
         return blocks[:count]
 
-    def _settle(self) -> None:
-        """Makes known what was registered."""
-        self._num_offered = 0
-        while self._offered:
-            (labels, depth), lots = self._offered.popitem()
-            unknown = self._contents.add(*_joined(lots), labels, depth)
+    def _register_pending(self) -> None:
+        """Enters the pending registrations into the index."""
+        self._num_pending = 0
+        while self._pending:
+            (labels, depth), batches = self._pending.popitem()
+            unknown = self._index.add(*_merged(batches), labels, depth)
             if len(unknown):
                 unheld = unknown[self._references[unknown] == 0]
                 self._cached.remove(unheld)
-                self._put_back(unheld)
+                self._free_blocks(unheld)
 
-    def _put_back(self, blocks: IntArray) -> None:
-        """Blocks that nobody holds and that hold nothing known."""
+    def _free_blocks(self, blocks: IntArray) -> None:
+        """Frees blocks without references whose contents aren't indexed."""
         if len(blocks):
             self._free[self._num_free : self._num_free + len(blocks)] = blocks[::-1]  # neighbours stay neighbours when taken again
             self._num_free += len(blocks)
             self._poison(blocks)
 
 
-def _joined(lots: Sequence[tuple[Sequence[Hashable], IntArray]]) -> tuple[Sequence[Hashable], IntArray]:
+def _merged(batches: Sequence[tuple[Sequence[Hashable], IntArray]]) -> tuple[Sequence[Hashable], IntArray]:
     """Keys, each once, and their blocks `[keys, labels]`: of what two requests have registered at a time, the first stays."""
-    if len(lots) == 1:
-        return lots[0]
-    keys = [key for of_lot, _ in lots for key in of_lot]
-    blocks = np.concatenate([blocks for _, blocks in lots])
+    if len(batches) == 1:
+        return batches[0]
+    keys = [key for of_batch, _ in batches for key in of_batch]
+    blocks = np.concatenate([blocks for _, blocks in batches])
     rows = {key: row for row, key in reversed(list(enumerate(keys)))}
     if len(rows) < len(keys):
         return list(rows), blocks[list(rows.values())]
     return keys, blocks
 
 
-def _leave(blocks: IntArray) -> None:
+def _keep_contents(blocks: IntArray) -> None:
     """Contents of dead blocks are left as they are."""

@@ -10,7 +10,7 @@ from engine.cache.pool import BlockPool, IntArray
 from engine.layers import LayerId
 
 
-class Reserving(Protocol):
+class ReservationHolder(Protocol):
     """A holder of pages that was promised some at admission."""
 
     reservation: int
@@ -35,30 +35,30 @@ class StateStore:
         self.pages = torch.empty(num_pages, page_size, width, dtype=dtype)
         self.rows = self.pages.view(num_pages * page_size, width)
         self.pool = BlockPool(num_pages, self._fill_with_nan if poison else None)
-        self._reserving: list[Reserving] = []
+        self._reservation_holders: list[ReservationHolder] = []
         if poison:
             self.pages.fill_(torch.nan)
 
     def touch(self) -> None:
-        """Has the system hand over all the memory now."""
+        """Writes to all of the memory, so that the system maps it now."""
         self.pages.zero_()
 
-    def reserve(self, holder: Reserving) -> None:
-        """Keeps what `holder` was promised out of the others' reach until `unreserve`."""
-        if holder not in self._reserving:
-            self._reserving.append(holder)
+    def reserve(self, holder: ReservationHolder) -> None:
+        """Keeps what `holder` was promised out of the others' reach until `cancel_reservation`."""
+        if holder not in self._reservation_holders:
+            self._reservation_holders.append(holder)
 
-    def unreserve(self, holder: Reserving) -> None:
-        if holder in self._reserving:
-            self._reserving.remove(holder)
+    def cancel_reservation(self, holder: ReservationHolder) -> None:
+        if holder in self._reservation_holders:
+            self._reservation_holders.remove(holder)
 
-    def headroom(self, holder: Reserving) -> int:
-        """Pages that `holder` may still take without touching what was promised to others."""
-        return self.pool.num_available - sum(_unfilled(other) for other in self._reserving if other is not holder)
+    def headroom(self, holder: ReservationHolder) -> int:
+        """Pages that `holder` may still allocate without touching the reservations of others."""
+        return self.pool.num_available - sum(_unfilled(other) for other in self._reservation_holders if other is not holder)
 
-    def take(self, holder: Reserving, count: int) -> IntArray | None:
-        """`count` pages, or None (and nothing taken) where there are too few."""
-        return None if count > self.headroom(holder) else self.pool.take(count)
+    def allocate(self, holder: ReservationHolder, count: int) -> IntArray | None:
+        """Allocates `count` pages; None, and nothing is allocated, where there are too few."""
+        return None if count > self.headroom(holder) else self.pool.allocate(count)
 
     def lookup(self, chain: HashChain, first: int, end: int, layers: tuple[LayerId, ...]) -> IntArray:
         """Cached pages `[n, layers]` of blocks `first … first + n - 1`: as far as all the layers are there, and not beyond `end - 1`."""
@@ -72,5 +72,5 @@ class StateStore:
         self.pages[torch.from_numpy(pages)] = torch.nan
 
 
-def _unfilled(holder: Reserving) -> int:
+def _unfilled(holder: ReservationHolder) -> int:
     return max(0, holder.reservation - holder.num_held)

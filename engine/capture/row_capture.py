@@ -1,4 +1,4 @@
-"""The rows of one request on their way to its file: planned for a step, computed, landed in pages, handed to the writer."""
+"""The rows of one request on their way to its file: planned for a step, computed, landed in pages, submitted to the writer."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from engine.cache.chain import HashChain
 from engine.cache.pool import IntArray
 from engine.cache.states import StateStore
-from engine.capture.held_pages import HeldPages, pages_reserved, positions_in
+from engine.capture.page_table import PageTable, pages_reserved, positions_in
 from engine.capture.sink import Landing
 from engine.errors import SaveError
 from engine.saves.chunk import RowChunk, SaveEnd
@@ -62,10 +62,10 @@ class CapturePlan:
 
 
 class RowCapture:
-    """Positions only move up, but for a withdrawn plan: `handed_end <= landed_end <= captured_end <= planned_end`.
+    """Positions only move up, but for a withdrawn plan: `submitted_end <= landed_end <= captured_end <= planned_end`.
 
     All survive a preemption: rows below `planned_end` are not captured twice. Rows below `captured_end` have been computed, those below
-    `landed_end` stand in their pages, those below `handed_end` belong to the writer, as far as they are kept at all.
+    `landed_end` stand in their pages, those below `submitted_end` belong to the writer, as far as they are kept at all.
     `total` is the number of rows of the sequence where that is known beforehand.
     """
 
@@ -87,8 +87,8 @@ class RowCapture:
         self.page_size = store.page_size
         self.planned_end = 0
         self.captured_end = 0
-        self.handed_end = 0
-        self.pages = HeldPages(store, spec.layers, chain, pages_reserved(spec.rows, len(spec.layers), store.page_size, total, max_total))
+        self.submitted_end = 0
+        self.pages = PageTable(store, spec.layers, chain, pages_reserved(spec.rows, len(spec.layers), store.page_size, total, max_total))
         self._wanted = WantedRows(spec.rows, total)
         self._open_end = 0
         """The rows from `planned_end` to here are kept, or may turn out to be, and their place is in `_open_pages`."""
@@ -138,13 +138,13 @@ class RowCapture:
         ranges = self._missing(start, end, at_least)
         if max_rows is not None:
             end, ranges = _first_rows(ranges, end, max_rows // len(self.spec.layers))
-        return self.pages.reach(ranges, end) if ranges else end
+        return self.pages.end_within_reach(ranges, end) if ranges else end
 
     def plan(self, start: int, end: int, at_least: int) -> CapturePlan:
         """The rows of a chunk that `limit` has allowed. `commit` or `withdraw` is next, in the order of plans."""
         plan = CapturePlan(self.planned_end, max(self.planned_end, end), self._missing(start, end, at_least))
         if plan.ranges:
-            self.pages.take(plan.ranges)
+            self.pages.allocate(plan.ranges)
         self.planned_end = plan.end
         return plan
 
@@ -157,7 +157,7 @@ class RowCapture:
             if not self._wanted.may_keep(position, at_least):
                 self.planned_end = end
                 return CapturePlan(first, end, ())
-            self._open_pages = self.pages.take_for_row(position)
+            self._open_pages = self.pages.allocate_row(position)
             if self._open_pages is None:
                 return None
             self._open_end = min(self._wanted.kept_until(position), position - position % self.page_size + self.page_size)
@@ -180,7 +180,7 @@ class RowCapture:
     def slots(self, plan: CapturePlan) -> tuple[IntArray, IntArray]:
         """Positions `[n]` of the plan's rows, and their slots `[layers, n]` in the store."""
         size, blocks = self.page_size, self.pages.blocks_of(plan.ranges)
-        slots = self.pages.of(blocks).T[:, :, None] * size + np.arange(size)  # [layers, blocks, page_size]
+        slots = self.pages.pages_of(blocks).T[:, :, None] * size + np.arange(size)  # [layers, blocks, page_size]
         slots = slots.reshape(len(self.spec.layers), -1)
         if len(plan.ranges) == 1:
             low, high = plan.ranges[0]
@@ -193,7 +193,7 @@ class RowCapture:
 
     def commit(self, plan: CapturePlan, landing: Landing) -> bool:
         """The oldest plan has been computed: its rows are on their way, or stand in their pages, and go to the writer. Whether some are on
-        their way, so that `settle` is to be called."""
+        their way, so that `process_landed` is to be called."""
         end = self.captured_end = plan.end
         if self._in_flight or not landing.landed:
             self._in_flight.append((landing, plan))
@@ -201,31 +201,31 @@ class RowCapture:
         # Nothing happens at a single row but at the end of a page.
         if plan.pages is None or self._lags or end % self.page_size == 0 or end == self.total:
             self._land(plan)
-            self.hand_over()
+            self.submit_rows()
         return False
 
-    def settle(self) -> None:
-        """Takes notice of what has landed meanwhile."""
+    def process_landed(self) -> None:
+        """Processes rows that have landed since the last call."""
         before = len(self._in_flight)
         while self._in_flight and self._in_flight[0][0].landed:
             self._land(self._in_flight.popleft()[1])
         if len(self._in_flight) < before:
-            self._hand_what_landed()
+            self._submit_landed()
 
-    def hand_over(self) -> None:
-        """Gives the writer whole blocks of rows that have landed and whose place in the file is certain."""
+    def submit_rows(self) -> None:
+        """Submits whole blocks of rows that have landed and whose place in the file is certain to the writer."""
         size, landed_end = self.page_size, self.landed_end
-        if landed_end != self.total and landed_end // size == self.handed_end // size:
+        if landed_end != self.total and landed_end // size == self.submitted_end // size:
             return  # no further block is complete
         horizon = min(self._wanted.settled(self.captured_end), landed_end)
         if horizon != self.total:
             horizon -= horizon % size
-        self._hand(self._wanted, horizon)
+        self._submit_up_to(self._wanted, horizon)
 
     def pause(self) -> None:
         """The sequence was preempted: all rows whose place is certain go to the writer, those on their way once they have landed."""
         self._phase = Phase.WAITING
-        self._hand_everything()
+        self._submit_all()
 
     def finish(self, token_ids: Sequence[int], total: int, num_prompt_tokens: int) -> None:
         """All kept rows of `total` have been captured: once they have landed the rest goes to the writer, which publishes the file."""
@@ -233,7 +233,7 @@ class RowCapture:
         assert self.captured_end >= (kept.kept_end or 0), "a row that was not computed can't be saved"
         self._end = kept, SaveEnd.of(self.spec.rows, token_ids, total, num_prompt_tokens)
         self._phase = Phase.ENDING
-        self._hand_what_landed()
+        self._submit_landed()
 
     def cancel(self, error: SaveError) -> None:
         self._close()
@@ -261,38 +261,38 @@ class RowCapture:
         return self._wanted.within(start, end, at_least) if start < end else ()
 
     def _land(self, plan: CapturePlan) -> None:
-        self.pages.fill(plan.first, plan.ranges, plan.end)
+        self.pages.mark_filled(plan.first, plan.ranges, plan.end)
 
-    def _hand_what_landed(self) -> None:
+    def _submit_landed(self) -> None:
         if self._phase is Phase.RUNNING:
-            self.hand_over()
+            self.submit_rows()
         elif self._phase is Phase.WAITING:
-            self._hand_everything()
+            self._submit_all()
         elif self._phase is Phase.ENDING and not self._in_flight:
             assert self._end is not None
             kept, end = self._end
-            self._hand(kept, end.num_tokens)
+            self._submit_up_to(kept, end.num_tokens)
             self.job.finish(end)
             self._close()
 
-    def _hand_everything(self) -> None:
-        self._hand(self._wanted, min(self._wanted.settled(self.captured_end), self.landed_end))
+    def _submit_all(self) -> None:
+        self._submit_up_to(self._wanted, min(self._wanted.settled(self.captured_end), self.landed_end))
 
-    def _hand(self, kept: WantedRows, horizon: int) -> None:
-        if horizon > self.handed_end:
-            ranges = kept.kept(self.handed_end, horizon)
-            self.handed_end = horizon
+    def _submit_up_to(self, kept: WantedRows, horizon: int) -> None:
+        if horizon > self.submitted_end:
+            ranges = kept.kept(self.submitted_end, horizon)
+            self.submitted_end = horizon
             if ranges:
                 self._append(ranges)
         self._open_end = 0
-        if self.handed_end == self.planned_end:
-            self.pages.drop_all()
+        if self.submitted_end == self.planned_end:
+            self.pages.release_all()
         else:
-            self.pages.drop_before(self.handed_end)
+            self.pages.release_before(self.submitted_end)
 
     def _append(self, ranges: Sequence[Range]) -> None:
         blocks = self.pages.blocks_of(ranges)
-        pages = self.pages.give(blocks, self.handed_end)
+        pages = self.pages.transfer(blocks, self.submitted_end)
         flat = pages.reshape(-1)
         self.job.append(RowChunk(ranges, np.array(blocks), pages, lambda: self._release(flat)))
 

@@ -5,11 +5,11 @@ from typing import Protocol
 
 import torch
 
-from engine.device.streams import CopyStream, Moment, copy_stream
+from engine.device.streams import CopyEvent, CopyStream, copy_stream
 
 
 class Landing:
-    """Whether the captured rows of one step stand in their pages: asked, by whoever wants to know and whenever that is."""
+    """Whether the captured rows of one step stand in their pages. May be read at any time."""
 
     def __init__(self, *, landed: bool) -> None:
         self.landed = landed
@@ -29,7 +29,7 @@ class RowSink(Protocol):
     def put(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """`rows` `[n, width]` on the model's device, `slots` `[n]` int64 on the host: row numbers in the store.
 
-        What the slots hold must be nobody's until the rows have landed.
+        The slots must not be used for anything else until the rows have landed.
         """
 
     def flush(self) -> Landing:
@@ -59,7 +59,7 @@ class DirectSink:
         return self._landed
 
     def collect(self, *, wait: bool = False) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
     def discard(self) -> None:
         """Rows that were copied too early lie in pages that nobody reads before they are written again."""
@@ -85,7 +85,7 @@ class StagedSink:
     into pinned memory, and scattered to pages on the host once they are there.
 
     There are several buffers in turn, so that a step can fill one while another's rows are on their way. None is written again
-    before its rows have landed: who puts rows while all are under way waits for the oldest.
+    before its rows have landed: `put` waits for the oldest where all are in flight.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class StagedSink:
         self._stream = stream or copy_stream(device)
         self._free = deque(_Buffer(capacity, store_rows, device, self._stream.pinned) for _ in range(num_buffers))
         self._filling: _Buffer | None = None
-        self._under_way: deque[tuple[_Buffer, Moment, Landing]] = deque()
+        self._in_flight: deque[tuple[_Buffer, CopyEvent, Landing]] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._in_flight)
 
     def put(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        buffer = self._filling = self._filling or self._take()
+        buffer = self._filling = self._filling or self._acquire_buffer()
         end = buffer.used + rows.shape[0]
         assert end <= self.capacity, "the scheduler counts rows against the staging buffer"
         buffer.staging[buffer.used : end].copy_(rows)
@@ -114,13 +114,13 @@ class StagedSink:
         buffer = self._filling
         if buffer is None:
             return Landing(landed=True)
-        moment, landing = self._stream.copy(buffer.host[: buffer.used], buffer.staging[: buffer.used]), Landing(landed=False)
-        self._under_way.append((buffer, moment, landing))
+        event, landing = self._stream.copy(buffer.host[: buffer.used], buffer.staging[: buffer.used]), Landing(landed=False)
+        self._in_flight.append((buffer, event, landing))
         self._filling = None
         return landing
 
     def collect(self, *, wait: bool = False) -> None:
-        while self._under_way and (wait or self._under_way[0][1].passed()):
+        while self._in_flight and (wait or self._in_flight[0][1].done()):
             self._land()
             wait = False
 
@@ -130,15 +130,15 @@ class StagedSink:
             self._free.append(self._filling)
             self._filling = None
 
-    def _take(self) -> _Buffer:
+    def _acquire_buffer(self) -> _Buffer:
         if not self._free:
             self._land()
         return self._free.popleft()
 
     def _land(self) -> None:
-        buffer, moment, landing = self._under_way[0]
-        moment.wait()
-        self._under_way.popleft()
+        buffer, event, landing = self._in_flight[0]
+        event.wait()
+        self._in_flight.popleft()
         self._store_rows.index_copy_(0, torch.cat(buffer.slots), buffer.host[: buffer.used])
         buffer.clear()
         self._free.append(buffer)

@@ -1,4 +1,4 @@
-"""Copies from a device to host memory that nobody waits for, and how to learn that they have ended."""
+"""Asynchronous copies from a device to host memory, and events that tell when they are done."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,14 +6,14 @@ from typing import Protocol
 import torch
 
 
-class Moment(Protocol):
-    """A point in the work that a device was given."""
+class CopyEvent(Protocol):
+    """The end of an asynchronous copy."""
 
-    def passed(self) -> bool:
-        """Whether the device is past it. Doesn't wait."""
+    def done(self) -> bool:
+        """Whether the copy has completed. Doesn't wait."""
 
     def wait(self) -> None:
-        """Makes the host wait until it has passed."""
+        """Blocks the host until the copy has completed."""
 
 
 class CopyStream(Protocol):
@@ -22,14 +22,14 @@ class CopyStream(Protocol):
     pinned: bool
     """Whether host memory must be pinned, so that a copy into it needs no one's attention."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         """Fills `target`, on the host, from `source` as it is after all that the device's current stream was given so far.
 
-        Until the moment has passed `target` holds nothing of use, and `source` must not be written, nor its memory used again.
+        Until the copy is done `target` holds nothing of use, and `source` must not be written, nor its memory used again.
         """
 
 
-MakeStream = Callable[[torch.device], CopyStream]
+StreamFactory = Callable[[torch.device], CopyStream]
 
 
 class HostStream:
@@ -37,9 +37,9 @@ class HostStream:
 
     pinned = False
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         target.copy_(source)
-        return _Past()
+        return _CompletedCopy()
 
 
 class DeviceStream:
@@ -51,13 +51,13 @@ class DeviceStream:
         self._device = device
         self._stream = torch.Stream(device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)
         event = torch.Event(self._device)
         event.record(self._stream)
-        return _Recorded(event, source)
+        return _PendingCopy(event, source)
 
 
 def copy_stream(device: torch.device) -> CopyStream:
@@ -66,30 +66,30 @@ def copy_stream(device: torch.device) -> CopyStream:
 
 
 class HostCopies:
-    """Tensors of one step on their way to the host, each in memory of its own; who has waited for them has waited for the step."""
+    """Tensors of one step on their way to the host, each in memory of its own. Waiting for them waits for the step."""
 
     def __init__(self, stream: CopyStream) -> None:
         self._stream = stream
-        self._moments: list[Moment] = []
+        self._events: list[CopyEvent] = []
         """All are kept, since each keeps its source."""
 
     def start(self, source: torch.Tensor) -> torch.Tensor:
         """A tensor that holds what `source` does once `wait` has returned."""
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._stream.pinned)
-        self._moments.append(self._stream.copy(target, source))
+        self._events.append(self._stream.copy(target, source))
         return target
 
     def end(self, device: torch.device) -> None:
         """The step is complete. Where nothing of it goes to the host, there must be something to wait for all the same."""
-        if not self._moments:
+        if not self._events:
             self.start(torch.zeros(1, device=device))
 
     def wait(self) -> None:
-        for moment in self._moments:
-            moment.wait()
+        for event in self._events:
+            event.wait()
 
 
-class OneStream:
+class SingleStreamCheck:
     """What is given to the device must all go to the same stream, which runs it in order."""
 
     def __init__(self, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class OneStream:
         self._stream: torch.Stream | None = None
 
     def check(self) -> None:
-        """That the current stream is the one that it was at first. There are none on a CPU."""
+        """Asserts that the current stream is the first one. There are none on a CPU."""
         if self._device.type != "cpu":
             current = torch.accelerator.current_stream(self._device)
             self._stream = self._stream or current
@@ -109,22 +109,22 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-class _Past:
-    def passed(self) -> bool:
+class _CompletedCopy:
+    def done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """It has passed."""
+        """It has completed."""
 
 
-class _Recorded:
+class _PendingCopy:
     """Keeps the source alive: the allocator would give its memory to the next tensor of the stream that made it."""
 
     def __init__(self, event: torch.Event, source: torch.Tensor) -> None:
         self._event = event
         self._source: torch.Tensor | None = source
 
-    def passed(self) -> bool:
+    def done(self) -> bool:
         if self._event.query():
             self._source = None
         return self._source is None

@@ -1,4 +1,4 @@
-"""Who has compute threads: the engine thread, and nobody beside it.
+"""Compute threads: only the engine thread has any.
 
 OpenMP gives every thread that calls it a team of its own, as large as PyTorch is told. `torch.set_num_threads` is no help: it changes what
 MKL uses in all threads and what later threads start with. OpenMP's own calls are about the calling thread.

@@ -1,4 +1,4 @@
-"""Computes steps: gives them to the device, waits for their tokens, and where that raises finds out for whom.
+"""Computes steps: gives them to the device, waits for their tokens, and where a step raises finds the requests that cause it.
 
 A step can be tried again: what it writes to the KV cache and to pages it writes to the same places, and nothing is committed before
 it has gone well. So a step that raised is split in two until what raises is a single chunk. Where memory has run out, smaller parts
@@ -26,14 +26,14 @@ from engine.execution.runner import ModelRunner, StepOutput
 from engine.execution.step_input import StepInput, build_step, in_order, scored_range
 from engine.sampling.logprobs import TokenScores
 from engine.sampling.prompt_logprobs import ScoredTokens
-from engine.sampling.sampler import Choice, SampledRow, SampledToken, Sampler
+from engine.sampling.sampler import SampledRow, SampledToken, Sampler, SamplerOutput
 from engine.scheduling.plan import Chunk
 from engine.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
-Draws = Sequence[tuple[torch.Generator, torch.Tensor]]
-"""States of generators."""
+GeneratorStates = Sequence[tuple[torch.Generator, torch.Tensor]]
+"""Generators of seeded requests, with their states."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,15 +43,15 @@ class LaunchedStep:
     chunks: Sequence[Chunk]
     """In the order of the step."""
     sampled: Sequence[Chunk]
-    choice: Choice | None
+    sampler_output: SamplerOutput | None
     """On the device."""
-    answer: Choice | None
+    host_output: SamplerOutput | None
     """The same on the host, once the `copies` have arrived."""
     scores: Sequence[tuple[Chunk, IntArray, TokenScores]]
     """Of each chunk that is scored the tokens, and what was found out, on the host once the `copies` have arrived."""
     copies: HostCopies
     landing: Landing
-    draws: Draws
+    generator_states: GeneratorStates
     """As they were before the step."""
     started: float
     """`time.perf_counter` when it was begun."""
@@ -82,7 +82,7 @@ class StepOutcome:
 
     computed: list[ComputedStep] = field(default_factory=list)
     failed: list[tuple[Chunk, StepFault]] = field(default_factory=list)
-    left: list[Chunk] = field(default_factory=list)
+    deferred: list[Chunk] = field(default_factory=list)
     ran_out_of_memory: bool = False
 
     @property
@@ -120,59 +120,61 @@ class StepExecutor:
         self._probe = Probe(kv, num_layers, has_head=has_head)
 
     def launch(self, planned: Sequence[Chunk], before: LaunchedStep | None = None) -> LaunchedStep:
-        """Gives the device a step, whose tokens nobody waits for yet. `before`: the step before, if that is in flight still.
+        """Launches a step without waiting for its tokens. `before`: the step before, if that is in flight still.
 
         Whatever the step raises; then nothing has happened, and it may be tried again.
         """
         started, chunks = time.perf_counter(), in_order(planned)
-        draws = [(g, g.get_state()) for chunk in chunks if chunk.samples and (g := chunk.sequence.generator) is not None]
+        generator_states = [(g, g.get_state()) for chunk in chunks if chunk.samples and (g := chunk.sequence.generator) is not None]
         try:
             sampled_before = [] if before is None else before.sampled
             step = build_step(chunks, self._kv, self._num_layers, sampled_before, trim=self._trim)
-            output = self._runner.run(step, None if before is None or before.choice is None else before.choice.ids)
+            output = self._runner.run(step, None if before is None or before.sampler_output is None else before.sampler_output.ids)
             self._pages.hold(output.landing, [] if output.landing.landed else _pages_of(chunks))
-            return self._choose(chunks, step, output, draws, started)
+            return self._sample(chunks, step, output, generator_states, started)
         except BaseException:
-            restore(draws)
+            restore_generators(generator_states)
             raise
 
-    def _choose(self, chunks: Sequence[Chunk], step: StepInput, output: StepOutput, draws: Draws, started: float) -> LaunchedStep:
+    def _sample(
+        self, chunks: Sequence[Chunk], step: StepInput, output: StepOutput, generator_states: GeneratorStates, started: float
+    ) -> LaunchedStep:
         sampled = [chunk for chunk in chunks if chunk.samples]
         scored = [chunk for chunk in chunks if scored_range(chunk)]
-        choice = None if output.logits is None else self._sampler.choose(output.logits, _sampled_rows(sampled))
+        sampler_output = None if output.logits is None else self._sampler.launch(output.logits, _sampled_rows(sampled))
         copies = HostCopies(self._stream)
-        answer = None if choice is None else choice.moved(copies.start)
+        host_output = None if sampler_output is None else sampler_output.moved(copies.start)
         scores = [
             (chunk, given.targets, found.moved(copies.start))
             for chunk, given, found in zip(scored, step.scores, output.scores, strict=True)
         ]
         copies.end(self._device)
-        return LaunchedStep(chunks, sampled, choice, answer, scores, copies, output.landing, draws, started)
+        return LaunchedStep(chunks, sampled, sampler_output, host_output, scores, copies, output.landing, generator_states, started)
 
     def finish(self, step: LaunchedStep) -> ComputedStep:
-        """Waits for a step, the oldest one in flight, and takes its tokens. Raises whatever the step raises; then its draws are to be
-        restored, once the steps behind it have been withdrawn."""
+        """Waits for a step, the oldest one in flight, and takes its tokens. Raises whatever the step raises; then the steps behind it must
+        be withdrawn and its generators restored, in this order."""
         tokens: list[tuple[Chunk, SampledToken | EngineError]] = []
         # The device may still be at the step: time to see to rows of earlier ones.
         self._runner.collect()
         step.copies.wait()
-        if step.answer is not None:
-            answers = self._sampler.answers(step.answer, _sampled_rows(step.sampled))
+        if step.host_output is not None:
+            answers = self._sampler.finish(step.host_output, _sampled_rows(step.sampled))
             tokens = list(zip(step.sampled, answers, strict=True))
         scores = [(chunk, found.of(targets)) for chunk, targets, found in step.scores]
         return ComputedStep(step.chunks, tokens, scores, step.landing)
 
     def withdraw(self, step: LaunchedStep) -> None:
-        """Nobody wants what comes of the step, the latest in flight: its chunks are planned anew."""
-        restore(step.draws)
+        """Discards the latest step in flight; its chunks are planned again."""
+        restore_generators(step.generator_states)
         for chunk in reversed(step.chunks):
             self._scheduler.withdraw(chunk)
 
-    def compute_apart(self, chunks: Sequence[Chunk], fault: StepFault) -> StepOutcome:
+    def retry_in_parts(self, chunks: Sequence[Chunk], fault: StepFault) -> StepOutcome:
         """Computes the chunks of a step that has raised, in as many parts as it takes. No step is in flight."""
         outcome = StepOutcome()
-        self._note(fault, outcome)
-        parts = [*reversed(self._smaller(chunks, fault, outcome))]
+        self._record_fault(fault, outcome)
+        parts = [*reversed(self._split(chunks, fault, outcome))]
         while parts:
             part = parts.pop()
             try:
@@ -183,10 +185,10 @@ class StepExecutor:
                     log_request_fault(raised, part[0])
                 fault = fault_of(raised)
             # The exception and the tensors it held are gone by now.
-            self._note(fault, outcome)
-            parts += reversed(self._smaller(part, fault, outcome))
+            self._record_fault(fault, outcome)
+            parts += reversed(self._split(part, fault, outcome))
         if not outcome.computed and all(fault.out_of_memory for _, fault in outcome.failed):
-            _spare_the_older(outcome)
+            _fail_only_the_youngest(outcome)
         return outcome
 
     def _compute(self, part: Sequence[Chunk]) -> ComputedStep:
@@ -194,7 +196,7 @@ class StepExecutor:
         try:
             return self.finish(step)
         except BaseException:
-            restore(step.draws)
+            restore_generators(step.generator_states)
             raise
 
     def can_compute(self) -> bool | None:
@@ -207,18 +209,18 @@ class StepExecutor:
             if output.logits is not None:
                 self._sampler.sample(output.logits, [self._probe.sampled_row])
         except Exception as error:
-            _log.error("a step without any request failed as well: %s: %s", type(error).__name__, error)
+            _log.error("the engine's probe step, without any request, failed as well: %s: %s", type(error).__name__, error)
             return False
         finally:
             self._probe.end()
         return True
 
-    def _note(self, fault: StepFault, outcome: StepOutcome) -> None:
+    def _record_fault(self, fault: StepFault, outcome: StepOutcome) -> None:
         outcome.ran_out_of_memory |= fault.out_of_memory
         if fault.out_of_memory and self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _smaller(self, part: Sequence[Chunk], fault: StepFault, outcome: StepOutcome) -> list[list[Chunk]]:
+    def _split(self, part: Sequence[Chunk], fault: StepFault, outcome: StepOutcome) -> list[list[Chunk]]:
         """What to try instead, older requests first; nothing where the fault can only be this chunk's."""
         if len(part) > 1:
             by_age = sorted(part, key=lambda chunk: chunk.sequence.order)
@@ -231,9 +233,9 @@ class StepExecutor:
         return []
 
 
-def restore(draws: Draws) -> None:
-    """Random numbers that were drawn in vain are put back."""
-    for generator, state in draws:
+def restore_generators(generator_states: GeneratorStates) -> None:
+    """Restores the generators to their states before a step that failed or was withdrawn."""
+    for generator, state in generator_states:
         generator.set_state(state)
 
 
@@ -244,11 +246,11 @@ def _sampled_rows(sampled: Sequence[Chunk]) -> list[SampledRow]:
 def _pages_of(chunks: Sequence[Chunk]) -> list[IntArray]:
     """The pages that rows of the step are on their way to."""
     planned = [(chunk.sequence.capture, chunk.rows) for chunk in chunks]
-    return [c.pages.of(c.pages.blocks_of(plan.ranges)).reshape(-1) for c, plan in planned if c is not None and plan and plan.ranges]
+    return [c.pages.pages_of(c.pages.blocks_of(plan.ranges)).reshape(-1) for c, plan in planned if c is not None and plan and plan.ranges]
 
 
-def _spare_the_older(outcome: StepOutcome) -> None:
-    """Where nobody has room for a single token, it is nobody's own fault: the youngest request goes, the others try again."""
+def _fail_only_the_youngest(outcome: StepOutcome) -> None:
+    """Where no request has memory for a single token, only the youngest fails; the others are deferred to the next step."""
     outcome.failed.sort(key=lambda failed: failed[0].sequence.order)
-    outcome.left += [chunk for chunk, _ in outcome.failed[:-1]]
+    outcome.deferred += [chunk for chunk, _ in outcome.failed[:-1]]
     del outcome.failed[:-1]

@@ -35,7 +35,7 @@ class Recorder(Protocol):
         """Runs `work` at least once as it is, then records it. It must neither wait for the device nor allocate what outlives it."""
 
     def free_bytes(self) -> int:
-        """Of the device's memory, once what nobody uses any more has been given back."""
+        """Of the device's memory, once what no save uses has been given back."""
 
 
 class CudaRecorder:
@@ -171,8 +171,8 @@ def _padded(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-class GraphsOrNot:
-    """Replays what can be replayed, until that fails: from then on nothing, since it would fail again."""
+class GraphRunner:
+    """Replays the steps for which there is a graph. After a replay has failed, none is replayed any more, since it would fail again."""
 
     def __init__(self, graphs: DecodeGraphs | None) -> None:
         self._graphs = graphs
@@ -188,6 +188,6 @@ class GraphsOrNot:
         try:
             return self._graphs.run(step, groups, given)
         except Exception:
-            _log.exception("a decoding step could not be replayed; from now on every kernel is launched by itself")
+            _log.exception("a decoding step could not be replayed; CUDA graphs are disabled from now on")
             self._graphs = None
             return None

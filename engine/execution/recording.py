@@ -15,14 +15,14 @@ from engine.execution.faults import is_out_of_memory
 from engine.execution.graphs import CudaRecorder, DecodeGraphs, Recorder
 from engine.models.base import Model
 
-MakeRecorder = Callable[[torch.device], Recorder | None]
+RecorderFactory = Callable[[torch.device], Recorder | None]
 """None: the device has no graphs."""
 
 _log = logging.getLogger(__name__)
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """See `MakeRecorder`."""
+    """See `RecorderFactory`."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
@@ -37,32 +37,32 @@ class GraphRecording:
         *,
         max_len: int,
         max_batch: int,
-        make_recorder: MakeRecorder = recorder_for,
+        make_recorder: RecorderFactory = recorder_for,
     ) -> None:
         """`max_batch`: requests that can run at once. Raises `ConfigError` where graphs must be had and can't."""
-        self.told = ""
-        """What became of the graphs: how many there are, or why there are none."""
-        self._must = switch == "on"
+        self.status = ""
+        """The outcome of recording: how many graphs there are, or why there are none."""
+        self._required = switch == "on"
         self._model = model
         self._backend = backend if isinstance(backend, GraphBackend) else None
         self._max_len, self._max_batch = max_len, max_batch
         self._make_recorder = make_recorder
         if switch == "off":
-            self.told = "off"
+            self.status = "off"
         elif self._backend is None or make_recorder(model.device) is None:
-            self._give_up(f"attention {backend.name} on {model.device.type} has none")
+            self._disable(f"attention {backend.name} on {model.device.type} has none")
         elif not model.config.has_head:
-            self._give_up("the model has no LM head, so no text is generated")
+            self._disable("the model has no LM head, so no text is generated")
 
     def bytes_needed(self, specs: Sequence[KVSpec]) -> int:
         """What the graphs will take of the device's memory: they are recorded over a cache that holds nothing, and dropped again.
 
         Raises `ConfigError` where they must be had and can't.
         """
-        if self.told:
+        if self.status:
             return 0
         groups = [KVGroup(spec, 1, self._model.device) for spec in specs]  # padding needs the null block alone
-        graphs = self._recorded(caches_of(groups))
+        graphs = self._try_to_record(caches_of(groups))
         if graphs is None:
             return 0
         recorder = self._recorder()
@@ -71,20 +71,20 @@ class GraphRecording:
         return max(0, recorder.free_bytes() - with_graphs)
 
     def record(self, caches: Sequence[GroupCache]) -> DecodeGraphs | None:
-        """The graphs over the engine's own caches. None: there are none, for the reason `told`.
+        """The graphs over the engine's own caches. None: there are none, for the reason `status`.
 
         Raises `ConfigError` where they must be had and can't.
         """
-        if self.told:
+        if self.status:
             return None
         started = time.perf_counter()
-        graphs = self._recorded(caches)
+        graphs = self._try_to_record(caches)
         if graphs is not None:
             seconds = time.perf_counter() - started
-            self.told = f"{graphs.num_recorded} recorded in {seconds:.1f} s, for steps of up to {graphs.max_batch} sequences"
+            self.status = f"{graphs.num_recorded} recorded in {seconds:.1f} s, for steps of up to {graphs.max_batch} sequences"
         return graphs
 
-    def _recorded(self, caches: Sequence[GroupCache]) -> DecodeGraphs | None:
+    def _try_to_record(self, caches: Sequence[GroupCache]) -> DecodeGraphs | None:
         try:
             return self._record_over(caches)
         except Exception as error:
@@ -92,7 +92,7 @@ class GraphRecording:
             reason = "there was not enough memory" if is_out_of_memory(error) else f"recording failed: {type(error).__name__}: {error}"
         # The exception and the tensors that its traceback held are gone by now.
         self._recorder().free_bytes()
-        self._give_up(reason)
+        self._disable(reason)
         return None
 
     def _record_over(self, caches: Sequence[GroupCache]) -> DecodeGraphs:
@@ -107,10 +107,10 @@ class GraphRecording:
         assert recorder is not None
         return recorder
 
-    def _give_up(self, reason: str) -> None:
-        if self._must:
+    def _disable(self, reason: str) -> None:
+        if self._required:
             raise ConfigError(f"--cuda-graphs is on, but {reason}")
-        self.told = reason
+        self.status = reason
 
 
 def caches_of(groups: Sequence[KVGroup]) -> list[GroupCache]:

@@ -9,8 +9,8 @@ from engine.attention.facade import AttentionBackend, GroupCache, GroupStep
 from engine.cache.pool import IntArray
 from engine.capture.sink import Landing, RowSink
 from engine.device.packing import arrays_to_device
-from engine.device.streams import OneStream
-from engine.execution.graphs import DecodeGraphs, GraphsOrNot
+from engine.device.streams import SingleStreamCheck
+from engine.execution.graphs import DecodeGraphs, GraphRunner
 from engine.execution.step_input import CaptureInput, ScoreInput, StepInput
 from engine.models.base import ForwardBatch, Model
 from engine.sampling.logprobs import TokenScores, joined, score
@@ -66,8 +66,8 @@ class ModelRunner:
         self._caches = caches
         self._sink = sink
         self._attention = attention
-        self._graphs = GraphsOrNot(graphs)
-        self._stream = OneStream(model.device)
+        self._graphs = GraphRunner(graphs)
+        self._stream = SingleStreamCheck(model.device)
 
     @property
     def busy(self) -> bool:

@@ -17,9 +17,9 @@ from engine.models.prepared import Progress, prepare_once, user_data_directory
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_WANTED = ("*.json", "*.safetensors", "*.jinja")
+_ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 # Nothing below subfolders (other formats of the same weights), nor Mistral's second copy of the weights.
-_UNWANTED = ("*/*", "consolidated*")
+_IGNORE_PATTERNS = ("*/*", "consolidated*")
 _PIECE_BYTES = 1 << 20
 REVISION_DIGITS = 12
 DEFAULT_MODEL = SMOLLM2_135M.name
@@ -141,7 +141,9 @@ def _file_sha256(*paths: Path) -> str:
 def _from_hub(name: str, revision: str | None, progress: Progress) -> ModelSource:
     progress(f"downloading {name} from the hub, or finding it in the hub's cache")
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)))
+        folder = Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(_ALLOW_PATTERNS), ignore_patterns=list(_IGNORE_PATTERNS))
+        )
     except Exception as error:  # of many unrelated classes: no network, no such model, no permission, a full disk
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(f"there is no folder {name!r} here, and it could not be fetched from the hub: {reason}") from error

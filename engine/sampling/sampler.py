@@ -1,7 +1,7 @@
 """Chooses one token per row of logits.
 
-Per row, in this order: repetition penalty, presence and frequency penalty, logit bias, tokens that may not be chosen; then greedy
-choice, or temperature, top-k, top-p, min-p (the order of transformers' `generate`) and a draw. Log-probabilities are those of the
+Per row, in this order: repetition penalty, presence and frequency penalty, logit bias, banned tokens; then greedy
+sampling, or temperature, top-k, top-p, min-p (the order of transformers' `generate`) and random sampling. Log-probabilities are of the
 untouched logits.
 """
 
@@ -15,9 +15,9 @@ from engine.device.packing import arrays_to_device
 from engine.device.streams import to_device
 from engine.errors import EngineError
 from engine.request import SamplingParams, TokenLogprobs
-from engine.sampling.draw import Lots, draw
 from engine.sampling.logprobs import TokenScores, rows_at_once, score, token_logprobs
 from engine.sampling.penalties import Penalties
+from engine.sampling.top_k_top_p import SamplingBatch, sample_tokens
 
 __all__ = ["SampledRow", "SampledToken", "Sampler", "token_logprobs"]
 
@@ -46,7 +46,7 @@ class SampledToken:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SamplerOutput:
     """Tokens that were chosen on the device."""
 
     ids: torch.Tensor  # [rows] int64; -1: the row's logits were not finite
@@ -55,8 +55,8 @@ class Choice:
     scores: TokenScores | None
     """Of the reported rows, from their untouched logits; None: there are none."""
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Choice":
-        return Choice(move(self.ids), self.reported, None if self.scores is None else self.scores.moved(move))
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "SamplerOutput":
+        return SamplerOutput(move(self.ids), self.reported, None if self.scores is None else self.scores.moved(move))
 
 
 class Sampler:
@@ -75,9 +75,9 @@ class Sampler:
         """
         if not rows:
             return []
-        return self.answers(self.choose(logits, rows).moved(torch.Tensor.cpu), rows)
+        return self.finish(self.launch(logits, rows).moved(torch.Tensor.cpu), rows)
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> Choice:
+    def launch(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> SamplerOutput:
         """The first half of `sample`: nothing of it waits for a device."""
         assert logits.shape == (len(rows), self._vocab_size)
         reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
@@ -88,35 +88,37 @@ class Sampler:
                 row.penalties.apply(logits[i])
         best, ids = logits.max(-1)  # of equal ones the lowest id
         sound = best.isfinite()
-        self._draw(logits, best, sound, rows, ids)
+        self._sample_randomly(logits, best, sound, rows, ids)
         scores = None
         if index is not None and raw is not None:
             most = max(rows[i].params.logprobs or 0 for i in reported)
             scores = score(raw, ids.index_select(0, index), most)
-        return Choice(ids.masked_fill_(~sound, -1), reported, scores)
+        return SamplerOutput(ids.masked_fill_(~sound, -1), reported, scores)
 
-    def answers(self, choice: Choice, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
-        """The second half, for a choice whose tensors are on the host."""
-        chosen = choice.ids.tolist()
-        return self._answers(chosen, self._logprobs(choice, rows, chosen))
+    def finish(self, output: SamplerOutput, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
+        """The second half, for an output whose tensors are on the host."""
+        chosen = output.ids.tolist()
+        return self._tokens(chosen, self._logprobs(output, rows, chosen))
 
-    def _draw(self, logits: torch.Tensor, best: torch.Tensor, sound: torch.Tensor, rows: Sequence[SampledRow], ids: torch.Tensor) -> None:
+    def _sample_randomly(
+        self, logits: torch.Tensor, best: torch.Tensor, sound: torch.Tensor, rows: Sequence[SampledRow], ids: torch.Tensor
+    ) -> None:
         """Overwrites the ids of rows that aren't greedy."""
-        for (top_k, nucleus, _), members in self._alike(rows).items():
-            index, temperature, top_p, min_p, uniform = self._lots([rows[i] for i in members], members)
+        for (top_k, nucleus, _), members in self._group_rows(rows).items():
+            index, temperature, top_p, min_p, uniform = self._settings_columns([rows[i] for i in members], members)
             scores = (logits[index] - best[index, None]) / temperature  # the largest is 0, so none can overflow
-            lots = Lots(torch.where(sound[index, None], scores, 0.0), top_p, min_p, uniform)
-            ids[index] = draw(lots, top_k, nucleus=nucleus)
+            batch = SamplingBatch(torch.where(sound[index, None], scores, 0.0), top_p, min_p, uniform)
+            ids[index] = sample_tokens(batch, top_k, nucleus=nucleus)
 
-    def _lots(self, rows: Sequence[SampledRow], members: Sequence[int]) -> list[torch.Tensor]:
+    def _settings_columns(self, rows: Sequence[SampledRow], members: Sequence[int]) -> list[torch.Tensor]:
         """On the device: the rows' numbers `[rows]`; temperature, top-p, min-p and a random number for each, `[rows, 1]`."""
         params = [row.params for row in rows]
         columns = ([max(p.temperature, MIN_TEMPERATURE) for p in params], [p.top_p for p in params], [p.min_p for p in params])
         settings = [np.array(column, np.float32)[:, None] for column in columns]
         return arrays_to_device([np.array(members, np.int64), *settings, self._uniform(rows).numpy()], self._device)
 
-    def _alike(self, rows: Sequence[SampledRow]) -> dict[tuple[int, bool, int], list[int]]:
-        """Rows that can be drawn for together: the same top-k, and with or without top-p. Bounded in size.
+    def _group_rows(self, rows: Sequence[SampledRow]) -> dict[tuple[int, bool, int], list[int]]:
+        """Rows that can be sampled together: the same top-k, and with or without top-p. Bounded in size.
 
         Rows with unlike top-k stay apart, so that what a seeded row draws can't depend on its neighbours.
         """
@@ -136,17 +138,17 @@ class Sampler:
                 numbers[i] = torch.rand(1, dtype=torch.float64, generator=row.generator)
         return numbers
 
-    def _logprobs(self, choice: Choice, rows: Sequence[SampledRow], chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
+    def _logprobs(self, output: SamplerOutput, rows: Sequence[SampledRow], chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
         """By row, of those that are reported and have a token."""
-        if choice.scores is None:
+        if output.scores is None:
             return {}
-        scored = choice.scores.of(np.array([chosen[i] for i in choice.reported], np.int64))
-        found = zip(choice.reported, scored.objects(0, len(scored)), strict=True)
-        asked = {i: rows[i].params.logprobs or 0 for i in choice.reported}
+        scored = output.scores.of(np.array([chosen[i] for i in output.reported], np.int64))
+        found = zip(output.reported, scored.objects(0, len(scored)), strict=True)
+        asked = {i: rows[i].params.logprobs or 0 for i in output.reported}
         return {i: TokenLogprobs(f.token_id, f.logprob, f.rank, f.top[: asked[i]]) for i, f in found if chosen[i] >= 0}
 
-    def _answers(self, chosen: Sequence[int], logprobs: dict[int, TokenLogprobs]) -> list[SampledToken | EngineError]:
+    def _tokens(self, chosen: Sequence[int], logprobs: dict[int, TokenLogprobs]) -> list[SampledToken | EngineError]:
         return [
-            SampledToken(token_id, logprobs.get(i)) if token_id >= 0 else EngineError("no token can be chosen: the logits are not finite")
+            SampledToken(token_id, logprobs.get(i)) if token_id >= 0 else EngineError("no token can be sampled: the logits are not finite")
             for i, token_id in enumerate(chosen)
         ]

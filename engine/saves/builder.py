@@ -26,11 +26,11 @@ from engine.saves.convert import (
 )
 from engine.saves.digest import RunningDigest
 from engine.saves.file import PartFile
-from engine.saves.handed import HandedPositions
 from engine.saves.layout import TailTensor, TensorEntry
 from engine.saves.lock import names_file
-from engine.saves.patience import Patience
 from engine.saves.publish import publish_file, remove_if_present
+from engine.saves.received import ReceivedPositions
+from engine.saves.retry import RetryPolicy
 from engine.saves.spec import SavedFile, SaveSpec
 
 PIECE_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class WriterOptions:
 class FileBuilder:
     """Only the thread that works on the save calls the methods.
 
-    They raise `SaveError` and `OSError`; then `discard` is next. Where they raise `TryLater`, the same call is to be made again, by
+    They raise `SaveError` and `OSError`; then `discard` is next. Where they raise `RetryLater`, the same call is to be made again, by
     whatever thread, and goes on where it stopped.
 
     Where the end of the save is known before its first row is written, the header is final and comes first, and the file is written
@@ -79,8 +79,8 @@ class FileBuilder:
         self._width = pages.shape[2]
         self._row_bytes = len(spec.layers) * self._width * STORED_TYPES[spec.dtype].itemsize
         self._mean = RunningMean.zeros(len(spec.layers), self._width) if spec.pooling else None
-        self._patience = Patience(options.retry_seconds)
-        self._handed = HandedPositions()
+        self._retry = RetryPolicy(options.retry_seconds)
+        self._received = ReceivedPositions()
         self._current: RowChunk | None = None
         self._num_done = 0
         """Rows of the current chunk that need no further work."""
@@ -119,13 +119,13 @@ class FileBuilder:
             else:
                 self._write_rows(piece, locate, scratch)
             self._num_done += len(positions)
-            self._patience.progressed()
+            self._retry.reset()
 
     def _begin_chunk(self, chunk: RowChunk) -> None:
         """Remembers which positions came, to compare them at the end with those that the tokens are of."""
         if chunk.pages.shape != (len(chunk.blocks), len(self.spec.layers)):
-            raise SaveError("engine_error", f"rows of {len(self.spec.layers)} layers were handed in with pages {chunk.pages.shape}")
-        self._handed.add(chunk.bounds)
+            raise SaveError("engine_error", f"rows of {len(self.spec.layers)} layers were submitted with pages {chunk.pages.shape}")
+        self._received.add(chunk.bounds)
         self._current, self._num_done = chunk, 0
 
     def _write_rows(self, rows: torch.Tensor, locate: Callable[[int, int], str], scratch: Scratch) -> None:
@@ -158,7 +158,7 @@ class FileBuilder:
         options, name = self._options, f".{self.spec.save_id}.part"
         digest = None if options.checksum == "none" else RunningDigest(options.checksum)
         write_back = options.durability != "none"
-        return PartFile.create(self.spec.target.directory_fd, name, options.umask, self._patience, write_back=write_back, digest=digest)
+        return PartFile.create(self.spec.target.directory_fd, name, options.umask, self._retry, write_back=write_back, digest=digest)
 
     def _write_header(self, file: PartFile, header: bytes) -> None:
         if not self._header_written:
@@ -206,7 +206,7 @@ class FileBuilder:
     def _check(self, end: SaveEnd) -> None:
         """A file whose rows are not those of its tokens is worse than none."""
         expected = np.arange(end.num_tokens) if end.positions is None else np.asarray(end.positions, dtype=np.int64)
-        came = self._handed.positions()
+        came = self._received.positions()
         if len(end.token_ids) != len(expected) or not np.array_equal(came, expected):
             message = f"{len(came)} rows came for {len(expected)} positions and {len(end.token_ids)} tokens, or of other positions"
             raise SaveError("engine_error", message)
@@ -245,27 +245,27 @@ class FinishedFile:
     size: int
 
     def publish(self, *, sync_directory: bool) -> SavedFile:
-        """Raises `SaveError` "conflict" where the name is taken, `OSError` and `TryLater`; nothing of ours stands under the name then."""
+        """Raises `SaveError` "conflict" where the name is taken, `OSError` and `RetryLater`; nothing of ours stands under the name then."""
         status, digest = os.fstat(self.file.fd), self.file.digest
         assert digest is None or digest.end == self.size
-        self.file.patience.run(self._give_name)
+        self.file.retry.run(self._publish_name)
         if sync_directory:
             self._sync_directory()
-        # All that could be said against the file has been said by now.
+        # Nothing after this can invalidate the file, so an error of `close` is ignored.
         with contextlib.suppress(OSError):
             self.file.close()
         return SavedFile(self.shape, self.num_tokens, self.size, status.st_dev, status.st_ino, None if digest is None else str(digest))
 
-    def _give_name(self) -> None:
+    def _publish_name(self) -> None:
         target = self.spec.target
         try:
             publish_file(target.directory_fd, self.file.name, target.name, replace=target.replace)
         except (OSError, SaveError):
-            if not self._stands():
+            if not self._is_published():
                 raise
 
-    def _stands(self) -> bool:
-        """Network file systems can lose the answer to a call that was carried out, or carry it out twice."""
+    def _is_published(self) -> bool:
+        """Whether the file stands under its name. Network file systems can lose the reply to a call, or repeat it."""
         target = self.spec.target
         with contextlib.suppress(OSError):
             if names_file(target.directory_fd, target.name, self.file.fd):

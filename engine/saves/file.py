@@ -11,8 +11,8 @@ from engine.errors import SaveError
 from engine.saves import libc
 from engine.saves.digest import RunningDigest
 from engine.saves.lock import create_file, names_file
-from engine.saves.patience import DISK_FULL, Patience
 from engine.saves.publish import remove_if_present
+from engine.saves.retry import DISK_FULL, RetryPolicy
 
 COPY_BYTES = 1 << 20
 WRITE_BACK_BYTES = 2 << 20
@@ -31,13 +31,13 @@ def disk_error(error: OSError) -> SaveError:
 class PartFile:
     """An open `.part` file. Only the thread that works on the save calls the methods.
 
-    They raise `OSError`, and `TryLater` where another attempt may work: the same call with the same arguments then goes on.
+    They raise `OSError`, and `RetryLater` where another attempt may work: the same call with the same arguments then goes on.
     """
 
     directory_fd: int
     name: str
     fd: int
-    patience: Patience
+    retry: RetryPolicy
     write_back: bool
     digest: RunningDigest | None = None
     bytes_written: int = 0
@@ -48,18 +48,18 @@ class PartFile:
 
     @classmethod
     def create(
-        cls, directory_fd: int, name: str, umask: int, patience: Patience, *, write_back: bool, digest: RunningDigest | None = None
+        cls, directory_fd: int, name: str, umask: int, retry: RetryPolicy, *, write_back: bool, digest: RunningDigest | None = None
     ) -> "PartFile":
         """Creates and locks it. A cleaner may take it between the two, for one that nobody holds: then there is a next try."""
         for _ in range(CREATE_ATTEMPTS):
-            fd = patience.run(partial(create_file, directory_fd, name, umask))
+            fd = retry.run(partial(create_file, directory_fd, name, umask))
             try:
                 ours = _lock(fd) and names_file(directory_fd, name, fd)
             except BaseException:
                 _drop(directory_fd, name, fd)
                 raise
             if ours:
-                return cls(directory_fd, name, fd, patience, write_back, digest)
+                return cls(directory_fd, name, fd, retry, write_back, digest)
             _drop(directory_fd, name, fd)
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
@@ -68,7 +68,7 @@ class PartFile:
         started, left, end = time.monotonic(), data, offset
         try:
             while left:
-                written = self.patience.run(partial(_write_some, self.fd, left, end))
+                written = self.retry.run(partial(_write_some, self.fd, left, end))
                 left, end = left[written:], end + written
         finally:
             self.write_seconds += time.monotonic() - started
@@ -81,7 +81,7 @@ class PartFile:
         """Exactly `size` bytes that were written before."""
         pieces = []
         while size:
-            piece = self.patience.run(partial(os.pread, self.fd, size, offset))
+            piece = self.retry.run(partial(os.pread, self.fd, size, offset))
             if not piece:
                 raise OSError(errno.EIO, "the file is shorter than what was written")
             pieces.append(piece)
@@ -152,7 +152,7 @@ class PartFile:
 
 
 def _lock(fd: int) -> bool:
-    """False where somebody else was faster. Without `flock` (allowed by --no-lock-files) the file stays unlocked."""
+    """False where another process holds it. Without `flock` (allowed by --no-lock-files) the file stays unlocked."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -34,7 +34,7 @@ class SaveJob:
         self.not_before = 0.0
         """Monotonic time until which it pauses: the disk didn't take what it had to write."""
         self.error: SaveError | None = None
-        self.decided = False
+        self.too_late_to_cancel = False
         """The file is being published, or the save has ended: too late to cancel."""
         self.ended = False
         self.finished_at: float | None = None
@@ -46,7 +46,7 @@ class SaveJob:
 
     @property
     def failed(self) -> bool:
-        """A write failed, or the save was cancelled: rows need not be handed in any more."""
+        """A write failed, or the save was cancelled: no more rows are needed."""
         return self.error is not None
 
     @property

@@ -5,7 +5,7 @@ Clients of vLLM's connector wait for that lock and remove the file themselves, s
 A lock file that is made here carries the mark of its owner from the moment on that it has its name. The mark says whether the lock is
 held or was released: one that is marked as held and not locked was left by a crash, one that is marked as released was left for a client
 to remove. Its owner knows both by the mark. Lock files that others have made are never written to, and neither is a file that has a
-second name (a hard link): its content is somebody's.
+second name (a hard link): its content belongs to someone else.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class LockBusy(EngineError):
-    """Somebody else holds the lock, or something that is not a regular file stands in its place."""
+    """Another process holds the lock, or something that is not a regular file stands in its place."""
 
 
 def create_file(directory_fd: int, name: str, umask: int) -> int:
@@ -93,7 +93,7 @@ class LockFile:
                     with contextlib.suppress(OSError):
                         remove_if_present(directory_fd, lock_name)
                 raise
-        raise LockBusy(f"{lock_name} is replaced by somebody again and again")
+        raise LockBusy(f"{lock_name} keeps being replaced by another process")
 
     def release(self) -> None:
         """Unlocks; the file stays, and where it was made by this owner it says that it was released. Idempotent."""
@@ -113,7 +113,7 @@ class LockFile:
             os.close(fd)
 
     def remove(self) -> None:
-        """Removes the file while it is still locked, unless somebody has put another in its place. Idempotent."""
+        """Removes the file while it is still locked, unless another has replaced it. Idempotent."""
         if self.fd < 0:
             return
         try:
@@ -233,7 +233,7 @@ def _lock_is_ours(directory_fd: int, lock_name: str, fd: int) -> bool:
             return True
     except BlockingIOError as error:
         os.close(fd)
-        raise LockBusy(f"{lock_name} is locked by somebody else") from error
+        raise LockBusy(f"{lock_name} is locked by another process") from error
     except OSError:
         os.close(fd)
         raise

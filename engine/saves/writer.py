@@ -18,7 +18,7 @@ from engine.saves.convert import Scratch
 from engine.saves.digest import new_digest
 from engine.saves.file import disk_error
 from engine.saves.job import Operation, SaveJob
-from engine.saves.patience import TryLater
+from engine.saves.retry import RetryLater
 from engine.saves.spec import SavedFile, SaveEvent, SaveSpec
 
 __all__ = ["RowChunk", "SaveEnd", "SaveJob", "SaveWriter"]
@@ -133,7 +133,7 @@ class SaveWriter:
 
     def cancel(self, job: SaveJob, error: SaveError) -> None:
         with self._lock:
-            if job.decided or job.failed:
+            if job.too_late_to_cancel or job.failed:
                 return
             job.fail(error)
             if job in self._paused:
@@ -174,25 +174,25 @@ class SaveWriter:
         scratch = Scratch()
         while (job := self._take()) is not None:
             self._advance(job, scratch)
-            self._put_back(job)
+            self._requeue(job)
 
     def _take(self) -> SaveJob | None:
         with self._work:
             while not self._ready:
                 if self._closing and not self._paused:
                     return None
-                self._work.wait(self._end_pauses())
+                self._work.wait(self._wake_due())
             self._active += 1
             return self._ready.popleft()
 
-    def _end_pauses(self) -> float | None:
-        """Makes saves ready that have paused for long enough; returns how long there is nothing to do (None: nobody knows)."""
+    def _wake_due(self) -> float | None:
+        """Makes saves ready whose retry is due; returns the seconds until the next one is (None: there is none)."""
         now = time.monotonic()
         for job in [job for job in self._paused if job.not_before <= now]:
             self._wake(job)
         return 0.0 if self._ready else min((job.not_before - now for job in self._paused), default=None)
 
-    def _put_back(self, job: SaveJob) -> None:
+    def _requeue(self, job: SaveJob) -> None:
         builder = job.builder
         with self._lock:
             self._bytes += builder.bytes_written - job.counted_bytes
@@ -222,10 +222,10 @@ class SaveWriter:
             return job.operations.popleft() if job.operations and not (job.failed or job.ended) else None
 
     def _attempt(self, job: SaveJob, operation: Operation, scratch: Scratch) -> float | None:
-        """How long to wait before it is tried again; None: it is done with, well or badly."""
+        """Seconds until it is to be retried; None: it has succeeded, or failed for good."""
         try:
-            self._perform(job, operation, scratch)
-        except TryLater as later:
+            self._execute(job, operation, scratch)
+        except RetryLater as later:
             return later.seconds
         except BaseException as error:  # whatever it is, only this save fails
             with self._lock:
@@ -235,22 +235,22 @@ class SaveWriter:
     def _postpone(self, job: SaveJob, operation: Operation, seconds: float) -> None:
         with self._lock:
             job.operations.appendleft(operation)
-            job.decided = False  # where publishing is what failed
+            job.too_late_to_cancel = False  # where publishing is what failed
             job.not_before = time.monotonic() + seconds
 
-    def _perform(self, job: SaveJob, operation: Operation, scratch: Scratch) -> None:
+    def _execute(self, job: SaveJob, operation: Operation, scratch: Scratch) -> None:
         if isinstance(operation, RowChunk):
             job.builder.add_rows(operation, scratch)
             return
         finished = job.builder.complete(operation, scratch)
-        if self._decide(job):
+        if self._begin_publishing(job):
             self._published(job, finished.publish(sync_directory=self._options.durability == "full"))
 
-    def _decide(self, job: SaveJob) -> bool:
-        """The last moment to cancel: True if nobody has."""
+    def _begin_publishing(self, job: SaveJob) -> bool:
+        """From now on the save can't be cancelled any more; False where it was cancelled before."""
         with self._lock:
-            job.decided = not job.failed
-            return job.decided
+            job.too_late_to_cancel = not job.failed
+            return job.too_late_to_cancel
 
     def _published(self, job: SaveJob, file: SavedFile) -> None:
         self._guard(job.spec.target.published, job)
@@ -258,7 +258,7 @@ class SaveWriter:
 
     def _abandon(self, job: SaveJob) -> None:
         with self._lock:
-            job.decided = True
+            job.too_late_to_cancel = True
             left = list(job.operations)
             job.operations.clear()
         for operation in left:
@@ -287,7 +287,7 @@ class SaveWriter:
             return error
         if isinstance(error, OSError):
             return disk_error(error)
-        logger.error("a save failed for a reason that was not foreseen", exc_info=error, extra={"fields": job.spec.log_fields})
+        logger.error("a save failed with an unexpected error", exc_info=error, extra={"fields": job.spec.log_fields})
         return SaveError("engine_error", f"writing failed: {type(error).__name__}: {error}")
 
     def _guard(self, callback: Callable[[], None], job: SaveJob | None = None) -> None:

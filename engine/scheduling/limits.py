@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.cache.kv import KVCache
-from engine.capture.held_pages import pages_reserved
+from engine.capture.page_table import pages_reserved
 from engine.errors import InvalidRequest, QueueFull
 from engine.layers import depth_of
 from engine.request import EngineRequest
@@ -101,7 +101,7 @@ class RequestLimits:
 
 
 class PromptLogprobsMemory:
-    """The bytes that open requests hold for the log-probabilities of their prompts. Whoever uses it holds a lock."""
+    """The bytes that open requests hold for the log-probabilities of their prompts. Not thread-safe: the caller holds a lock."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -116,11 +116,11 @@ class PromptLogprobsMemory:
                 f"there is room for {self._total}"
             )
 
-    def take(self, request_id: str, num_bytes: int) -> None:
+    def reserve(self, request_id: str, num_bytes: int) -> None:
         """Takes what `check` let through."""
         self._held[request_id] = num_bytes
         self._used += num_bytes
 
-    def give_back(self, request_id: str) -> None:
+    def release(self, request_id: str) -> None:
         """All that the request holds; nothing, where that is nothing."""
         self._used -= self._held.pop(request_id, 0)

@@ -2,7 +2,7 @@
 
 
 class StepPace:
-    """Whoever reads a text waits for all of a step, so a step beside text is sized by time, from the rate that the last steps had.
+    """A client that streams a text waits for the whole step, so a step beside text is sized by time, from the rate that the last steps had.
 
     The estimate is the number of prompt tokens that would have filled the time: it shrinks at once and grows by halves.
     """

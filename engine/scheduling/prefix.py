@@ -17,7 +17,7 @@ class PrefixFinder:
         self._page_size = page_size
         self._enabled = enabled
 
-    def answer_from_pages(self, sequence: TokenSequence) -> bool:
+    def finish_from_cache(self, sequence: TokenSequence) -> bool:
         """Whether nothing need be computed, since all rows wanted lie in cached pages. Takes them."""
         capture, target = sequence.capture, sequence.target
         if capture is None or sequence.prefix_limit < target:
@@ -50,7 +50,7 @@ class PrefixFinder:
         if sequence.capture is not None:
             sequence.capture.start()
             self.state_hit_rows_total += sequence.capture.adopt(length, sequence.num_sure)
-            sequence.capture.hand_over()
+            sequence.capture.submit_rows()
         sequence.num_computed = sequence.num_planned = length
 
     def register(self, sequence: TokenSequence, depth: int) -> None:

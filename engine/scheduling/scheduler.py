@@ -1,4 +1,4 @@
-"""Who computes what in the next step, and with which blocks and pages."""
+"""Schedules the next step: the chunks of its sequences, with their blocks and pages."""
 
 from bisect import insort
 from collections.abc import Iterator, Sequence, Set
@@ -45,13 +45,13 @@ class Scheduler:
         self._kv = kv
         self._prefixes = prefixes
         self._max_batch_tokens = max_batch_tokens
-        self._batch_tokens = max_batch_tokens
+        self._token_budget = max_batch_tokens
         self._max_running = max_running
         self._max_capture_rows = max_capture_rows
         self._turn = 0
         """Of those that had one, counted."""
         self._turn_before_step = 0
-        """Whoever had a later turn was part of the last step."""
+        """A sequence with a later turn was part of the last step."""
         self._in_flight = 0
         """Chunks in flight."""
         self._stalled = False
@@ -68,13 +68,13 @@ class Scheduler:
         if not sequence.num_in_flight:
             self._kv.release(sequence.tables)
 
-    def use_fewer_tokens(self, num_tokens: int) -> None:
+    def shrink_token_budget(self, num_tokens: int) -> None:
         """A step of `num_tokens` has run out of memory: the next ones are at most half as large."""
-        self._batch_tokens = max(1, min(self._batch_tokens, num_tokens) // 2)
+        self._token_budget = max(1, min(self._token_budget, num_tokens) // 2)
 
-    def use_more_tokens(self) -> None:
+    def grow_token_budget(self) -> None:
         """A step went well: steps grow slowly to their full size again, so that memory doesn't run out at every other one."""
-        self._batch_tokens = min(self._max_batch_tokens, self._batch_tokens + 1 + self._max_batch_tokens // 128)
+        self._token_budget = min(self._max_batch_tokens, self._token_budget + 1 + self._max_batch_tokens // 128)
 
     def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """A step of these chunks took so long."""
@@ -83,7 +83,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step: single tokens first, then prompts, running and waiting ones, while tokens, blocks and pages last."""
-        plan = StepPlan(self._batch_tokens, self._max_capture_rows)
+        plan = StepPlan(self._token_budget, self._max_capture_rows)
         if self._in_flight and self._stalled:
             return plan
         self._stalled = False
@@ -106,7 +106,7 @@ class Scheduler:
     def commit(self, chunk: Chunk) -> bool:
         """The chunk has been computed. False: its sequence has ended meanwhile."""
         sequence = chunk.sequence
-        self._leave_flight(chunk)
+        self._end_flight(chunk)
         if sequence.ended:
             return False
         sequence.num_computed = chunk.end
@@ -119,7 +119,7 @@ class Scheduler:
     def withdraw(self, chunk: Chunk) -> None:
         """The chunk, the latest of its sequence, won't be computed in its step."""
         sequence = chunk.sequence
-        self._leave_flight(chunk)
+        self._end_flight(chunk)
         if not sequence.ended:
             sequence.num_planned = chunk.start
             if sequence.capture is not None and chunk.rows is not None:
@@ -135,7 +135,7 @@ class Scheduler:
             rows = sequence.capture.shorten(chunk.rows, end)
         return Chunk(sequence, chunk.start, end, chunk.depth, samples=False, rows=rows)
 
-    def _leave_flight(self, chunk: Chunk) -> None:
+    def _end_flight(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         self._in_flight -= 1
         sequence.num_in_flight -= 1
@@ -156,7 +156,7 @@ class Scheduler:
         """Those that have waited longest before the others, so that long prompts don't hold them up; but a quarter of the step is left
         to prompts, running or waiting, so that many single tokens don't hold those up either."""
         singles.sort(key=_turn)
-        limit = self._batch_tokens
+        limit = self._token_budget
         room = max(1, limit - max(1, limit // 4)) if beside_prompts else limit
         for sequence in singles[:room]:
             if self._stalled:
@@ -174,7 +174,7 @@ class Scheduler:
         start, capture, rows_left = sequence.num_planned, sequence.capture, plan.capture_rows_left
         if capture is not None and rows_left is not None and rows_left < len(capture.spec.layers):
             return
-        if start >= sequence.tables.steady_end and self._take_blocks(plan, sequence, start + 1) == start:
+        if start >= sequence.tables.steady_end and self._allocate_blocks(plan, sequence, start + 1) == start:
             return
         rows = None
         if capture is not None:
@@ -182,7 +182,7 @@ class Scheduler:
             if rows is None:
                 plan.starved.append(sequence)
                 return
-        self._give_out(plan, sequence, start + 1, rows)
+        self._schedule_chunk(plan, sequence, start + 1, rows)
 
     # Prompts
 
@@ -193,20 +193,20 @@ class Scheduler:
         by_priority = merge(sorted(prompts, key=_priority_and_turn), list(self.waiting), key=_priority_and_turn)
         for _, candidates in groupby(by_priority, key=lambda s: s.request.priority):
             # What those leave who lack pages goes to the next ones.
-            while self._goes_on(plan) and (sharers := self._sharers(plan, candidates, running, admission)):
+            while self._has_budget(plan) and (sharers := self._select_prompts(plan, candidates, running, admission)):
                 by_arrival = sorted(sharers, key=lambda s: s.order)
                 shares = even_shares([s.remaining for s in by_arrival], plan.tokens_left)
                 for sequence, share in zip(by_arrival, shares, strict=True):
-                    if share and self._goes_on(plan):
+                    if share and self._has_budget(plan):
                         self._plan_chunk(plan, sequence, share)
                 self._note_turns(plan, sharers)
         if admission.closed and plan.starved and not plan.preempted:
             self._preempt_starved(plan)
 
-    def _goes_on(self, plan: StepPlan) -> bool:
+    def _has_budget(self, plan: StepPlan) -> bool:
         return plan.tokens_left > 0 and not plan.preempted and not self._stalled
 
-    def _sharers(
+    def _select_prompts(
         self, plan: StepPlan, candidates: Iterator[TokenSequence], running: Set[TokenSequence], admission: "_Admission"
     ) -> list[TokenSequence]:
         """As many as get a quarter of a step or all that they need, in turn; those that aren't `running` are started."""
@@ -231,9 +231,9 @@ class Scheduler:
         if len(self.running) >= self._max_running or self._is_blocked(sequence):
             admission.closed = True
             return False
-        if self._awaits_beginning(sequence, admission):
+        if self._awaits_shared_prefix(sequence, admission):
             return False
-        if self._prefixes.answer_from_pages(sequence):
+        if self._prefixes.finish_from_cache(sequence):
             plan.ready.append(sequence)
             return False
         if not self._start(sequence):
@@ -244,14 +244,14 @@ class Scheduler:
             plan.ready.append(sequence)
         return True
 
-    def _awaits_beginning(self, sequence: TokenSequence, admission: "_Admission") -> bool:
+    def _awaits_shared_prefix(self, sequence: TokenSequence, admission: "_Admission") -> bool:
         """Whether a prompt that runs is at a block that the sequence begins with, too. Of which one that is true is remembered."""
         arrival, end = sequence.awaited
         known = admission.advancing.get(arrival)
         if known is not None and known.num_computed < end:
             return True
         for running in admission.advancing.values():
-            if _goes_before(running, sequence):
+            if _may_wait_for(running, sequence):
                 end = self._prefixes.awaited_end(running, sequence)
                 if running.num_computed < end:
                     sequence.awaited = running.arrival, end
@@ -267,7 +267,7 @@ class Scheduler:
         self._kv.adopt(sequence.tables, sequence.chains, length)
         if self.running and not self._kv.can_hold(sequence.tables, sequence.target, self._claims()):
             self._kv.release(sequence.tables)
-            sequence.blocked_by = self._room()
+            sequence.blocked_by = self._headroom()
             return False
         sequence.blocked_by = None
         self._prefixes.start_at(sequence, length)
@@ -279,11 +279,11 @@ class Scheduler:
         """Whether nothing has come free since the sequence was found to lack blocks: the search for its prefix isn't repeated before."""
         if sequence.blocked_by is None or not self.running:
             return False
-        return all(now <= then for now, then in zip(self._room(), sequence.blocked_by, strict=True))
+        return all(now <= then for now, then in zip(self._headroom(), sequence.blocked_by, strict=True))
 
-    def _room(self) -> tuple[int, ...]:
+    def _headroom(self) -> tuple[int, ...]:
         """Per group: blocks beside those that running prompts have yet to take."""
-        return self._kv.room(self._claims())
+        return self._kv.headroom(self._claims())
 
     def _claims(self) -> list[tuple[BlockTables, int]]:
         """What running prompts have yet to take."""
@@ -301,11 +301,11 @@ class Scheduler:
             if end == start and (plan.capture_rows_left is None or plan.capture_rows_left >= len(capture.spec.layers)):
                 plan.starved.append(sequence)
         if end > start:
-            end = self._take_blocks(plan, sequence, end)
+            end = self._allocate_blocks(plan, sequence, end)
         if end > start:
-            self._give_out(plan, sequence, end, None if capture is None else capture.plan(start, end, sequence.num_sure))
+            self._schedule_chunk(plan, sequence, end, None if capture is None else capture.plan(start, end, sequence.num_sure))
 
-    def _give_out(self, plan: StepPlan, sequence: TokenSequence, end: int, rows: CapturePlan | None) -> None:
+    def _schedule_chunk(self, plan: StepPlan, sequence: TokenSequence, end: int, rows: CapturePlan | None) -> None:
         chunk = Chunk(sequence, sequence.num_planned, end, sequence.run_depth, sequence.samples(end), rows)
         sequence.num_planned = end
         sequence.num_unknown += chunk.samples
@@ -316,8 +316,8 @@ class Scheduler:
         if plan.capture_rows_left is not None and sequence.capture is not None and rows is not None:
             plan.capture_rows_left -= rows.num_rows * len(sequence.capture.spec.layers)
 
-    def _take_blocks(self, plan: StepPlan, sequence: TokenSequence, end: int) -> int:
-        """Blocks for the sequence up to `end`, or as far as they go; the youngest running one pays where there are none at all."""
+    def _allocate_blocks(self, plan: StepPlan, sequence: TokenSequence, end: int) -> int:
+        """Blocks for the sequence up to `end`, or as far as they go; the youngest running one is preempted where there are none at all."""
         start = sequence.num_planned
         while (reached := self._kv.extend(sequence.tables, start, end, sequence.num_computed)) == start:
             if self._kv.drop_passed((s.tables, s.num_computed) for s in self.running):
@@ -364,13 +364,13 @@ class _Admission:
     """By arrival: prompts that the last step took further, or that this one has started."""
     pages_awaited: bool = False
     """One that lacks pages was passed over: nobody behind it begins to use pages, so what comes free is kept for it. Those that were
-    preempted with pages go on, since it is they who give them back."""
+    preempted with pages go on, since they release them."""
     closed: bool = False
-    """Blocks, or places among those that run, have run out: nobody else is started."""
+    """Blocks, or places among those that run, have run out: no other sequence is started."""
 
 
-def _goes_before(running: TokenSequence, waiting: TokenSequence) -> bool:
-    """Whether a prompt may wait for one that runs: nobody waits for one of a worse priority."""
+def _may_wait_for(running: TokenSequence, waiting: TokenSequence) -> bool:
+    """Whether a prompt may wait for one that runs: none waits for one of a worse priority."""
     return running.request.priority <= waiting.request.priority
 
 

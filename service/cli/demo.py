@@ -37,16 +37,16 @@ def run_demo(argv: Sequence[str]) -> int:
     try:
         with _sigterm_as_interrupt(), tempfile.TemporaryDirectory(prefix="strata-demo-") as state_dir:
             service = _service(options, serve_arguments, state_dir)
-            _say("Starting the service")
+            _print_line("Starting the service")
             with service:
                 _demonstrate(service, options)
                 service.stop()
-            _say("\nThe service has ended; nothing is left running.")
+            _print_line("\nThe service has ended; nothing is left running.")
     except KeyboardInterrupt:
-        _say("\nInterrupted; the service has been stopped.")
+        _print_line("\nInterrupted; the service has been stopped.")
         return 1
     except (ConfigError, LaunchError, RequestFailed, OSError) as error:
-        _complain(error, service)
+        _print_error(error, service)
         return 1
     return 0
 
@@ -69,21 +69,21 @@ def _service(options: argparse.Namespace, serve_arguments: Sequence[str], state_
     # demonstration's own state directory goes with it.
     arguments = ["--port", "0", "--state-dir", state_dir, "--save-root", str(options.save_root), *serve_arguments]
     if not any(argument.split("=")[0] == "--model" for argument in serve_arguments):
-        source = resolve_model(None, cache=default_cache(), progress=lambda line: _say(f"  | {line}"))
+        source = resolve_model(None, cache=default_cache(), progress=lambda line: _print_line(f"  | {line}"))
         arguments = ["--model", str(source.folder), "--served-model-name", source.name, *arguments]
-    return ServiceProcess(arguments, on_line=lambda line: _say(f"  | {line}"))
+    return ServiceProcess(arguments, on_line=lambda line: _print_line(f"  | {line}"))
 
 
 def _demonstrate(service: ServiceProcess, options: argparse.Namespace) -> None:
     model = get_json(f"{service.url}/v1/models")["data"][0]["id"]
-    _say(f"\nAsking {model} for {options.max_tokens} tokens, with the hidden states of the default layers\n")
+    _print_line(f"\nAsking {model} for {options.max_tokens} tokens, with the hidden states of the default layers\n")
     completion = complete(service.url, _body(model, options))
     record = wait_for_save(service.url, completion.save_id)
-    _say_all(completion_lines(options.prompt, completion, record))
-    _say("")
-    _say_all(file_lines(Path(record["hidden_states_path"])))
-    _say("Metrics (a few of those at /metrics)")
-    _say_all(metric_lines(get_text(f"{service.url}/metrics"), METRICS_SHOWN))
+    _print_lines(completion_lines(options.prompt, completion, record))
+    _print_line("")
+    _print_lines(file_lines(Path(record["hidden_states_path"])))
+    _print_line("Metrics (a few of those at /metrics)")
+    _print_lines(metric_lines(get_text(f"{service.url}/metrics"), METRICS_SHOWN))
 
 
 def _body(model: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -111,16 +111,16 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _complain(error: Exception, service: ServiceProcess | None) -> None:
+def _print_error(error: Exception, service: ServiceProcess | None) -> None:
     print(f"\nerror: {error}", file=sys.stderr)
     if service is not None and not isinstance(error, LaunchError) and service.tail():
         print(f"the service's last lines were:\n{service.tail()}", file=sys.stderr)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def _say_all(lines: Iterator[str]) -> None:
+def _print_lines(lines: Iterator[str]) -> None:
     for line in lines:
-        _say(line)
+        _print_line(line)

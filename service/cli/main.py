@@ -40,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return commands[command][1](arguments[1:])
     except BadSettings as error:
-        return _complain(error.lines)
+        return _print_error(error.lines)
     except ConfigError as error:
-        return _complain([str(error)])
+        return _print_error([str(error)])
 
 
-def _complain(lines: Sequence[str]) -> int:
+def _print_error(lines: Sequence[str]) -> int:
     for line in lines:
         print(f"strata: {line}", file=sys.stderr)
     return USAGE_ERROR

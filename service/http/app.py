@@ -19,7 +19,7 @@ from service.http.body_bounds import body_bytes
 from service.http.errors import install_handlers
 from service.http.hosts import HostCheck
 from service.http.limits import DEFAULT_LIMITS, HttpLimits
-from service.http.middleware import Authentication, BodyLimit, CountedAnswers, HeadLimit, RequestId, RequestLimit, UnexpectedErrors
+from service.http.middleware import Authentication, BodyLimit, HeadLimit, RequestId, RequestLimit, ResponseMetrics, UnexpectedErrors
 from service.http.reference import add_reference
 from service.http.routes import chat, completions, files, models, operations, pages, saves, tokens
 from service.observe.tracing import TraceIds, telemetry_off
@@ -89,7 +89,7 @@ def _middleware(settings: Settings, keys: ApiKeys | None, limits: HttpLimits, ru
         expose_headers=CORS_EXPOSED,
     )
     return [
-        Middleware(CountedAnswers, metrics=runtime.metrics),
+        Middleware(ResponseMetrics, metrics=runtime.metrics),
         Middleware(RequestId),
         *([] if runtime.tracing is None else [Middleware(TraceIds)]),
         Middleware(AccessLog),

@@ -1,4 +1,4 @@
-"""What no setting of uvicorn's gives: bounds on the time and size of a request's head, on connections, and on answers that nobody reads.
+"""Bounds that uvicorn lacks: on the time and size of a request's head, on connections, and on responses that the client doesn't read.
 
 They work below HTTP, on either of uvicorn's protocols: a head that never ends reaches no middleware, and neither does a client that has
 stopped reading. uvicorn has no clock for either (`timeout_keep_alive` is for idle connections), bounds heads for h11 alone, and answers
@@ -61,7 +61,7 @@ class Guard:
         if self._check_handle is not None:
             self._check_handle.cancel()
         if isinstance(error, TimeoutError):
-            log.warning("a client has stopped reading its answer, its connection is cut")
+            log.warning("a client has stopped reading its response; its connection is closed")
         super().connection_lost(error)  # type: ignore[misc]  # see above
 
     def data_received(self, data: bytes) -> None:
@@ -108,7 +108,7 @@ class Guard:
             return
         address = self.transport.get_extra_info("peername")
         fields = {"status": error.status, "client": address[0] if isinstance(address, tuple) else None}
-        log.info("refused what a client sent: %s", error.message, extra={"fields": fields})
+        log.info("rejected a malformed request: %s", error.message, extra={"fields": fields})
         if self._awaits_head():
             self.transport.write(raw_response(error))
         self.transport.close()

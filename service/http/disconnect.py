@@ -1,4 +1,4 @@
-"""Clients that leave before their answer: what is done for them ends, and what they hold is free at once."""
+"""Client disconnects: work for a client that has disconnected is cancelled, and what it holds is released at once."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,21 +9,21 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
-"""What nginx logs for a client that left; nobody reads it."""
+"""nginx's status for a client that disconnected; only the logs show it."""
 
 
-class ClientGone(Exception):
-    """The client left; there is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client disconnected before the response."""
 
 
-async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Runs a coroutine to its end. Raises `ClientGone`, and cancels it, where the client leaves first. The body must have been read."""
+async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Runs a coroutine. Cancels it and raises `ClientDisconnected` where the client disconnects first. The body must have been read."""
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(gone(receive))
+    leaving = asyncio.ensure_future(client_disconnected(receive))
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnected
         return await task
     finally:
         for pending in (task, leaving):
@@ -31,7 +31,7 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def gone(receive: Receive) -> None:
-    """Returns when the client has left."""
+async def client_disconnected(receive: Receive) -> None:
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.errors import PreconditionFailed, RangeNotSatisfiable
-from service.http.disconnect import gone
+from service.http.disconnect import client_disconnected
 from service.http.errors import error_response
 from service.http.ranges import Span, Unsatisfiable, Validators, failed_precondition, requested_span
 from service.registry.records import SaveRecord
@@ -28,7 +28,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class SavedContent:
-    """An open file and what HTTP says of it. Whoever holds this closes it."""
+    """An open file and what HTTP says of it. Its owner must close it."""
 
     fd: int
     size: int
@@ -71,7 +71,7 @@ def answer(content: SavedContent, headers: Mapping[str, str], readers: Pool, *, 
         response = error_response(RangeNotSatisfiable(f"the file has {content.size} bytes", param="Range"))
         response.headers["Content-Range"] = f"bytes */{content.size}"
         return response
-    return FileAnswer(content, span, readers, head=head)
+    return SavedFileResponse(content, span, readers, head=head)
 
 
 def _without_content(status: int, content: SavedContent) -> Response:
@@ -82,7 +82,7 @@ def _without_content(status: int, content: SavedContent) -> Response:
     return Response(status_code=status, headers=content.headers())
 
 
-class FileAnswer(Response):
+class SavedFileResponse(Response):
     """Reads a piece when the one before has been taken, so memory is bounded however slow the client is."""
 
     def __init__(self, content: SavedContent, span: Span | None, readers: Pool, *, head: bool) -> None:
@@ -96,7 +96,7 @@ class FileAnswer(Response):
             self.headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{content.size}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        leaving = asyncio.ensure_future(gone(receive))
+        leaving = asyncio.ensure_future(client_disconnected(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             if self._head:

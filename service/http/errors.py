@@ -11,13 +11,13 @@ from starlette.exceptions import HTTPException
 
 from engine.errors import EngineError
 from service.errors import BadRequest, Busy, ComputationError, ServiceError, Unauthorized, as_service_error
-from service.http.disconnect import CLIENT_CLOSED_REQUEST, ClientGone
+from service.http.disconnect import CLIENT_CLOSED_REQUEST, ClientDisconnected
 from service.schemas.fields import shown
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
-LASTING_CODES = frozenset({"path_conflict", "idempotency_key_reused", "non_finite", "out_of_range"})
+NON_RETRYABLE_CODES = frozenset({"path_conflict", "idempotency_key_reused", "non_finite", "out_of_range"})
 """Of errors that the same request would meet again."""
 HTTP_CODES = {
     400: "invalid_json",
@@ -49,7 +49,7 @@ def error_response(error: ServiceError) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
     elif isinstance(error, Unauthorized):
         headers = {"WWW-Authenticate": "Bearer"}
-    if error.code in LASTING_CODES:  # OpenAI's clients send a 409 and a 500 again unless told not to
+    if error.code in NON_RETRYABLE_CODES:  # OpenAI's clients send a 409 and a 500 again unless told not to
         headers["x-should-retry"] = "false"
     return JSONResponse(error_body(error), error.status, headers)
 
@@ -66,10 +66,10 @@ def install_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         return http_response(cast(HTTPException, error))
 
-    async def on_gone(request: Request, error: Exception) -> Response:
+    async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.add_exception_handler(ClientGone, on_gone)
+    app.add_exception_handler(ClientDisconnected, on_disconnect)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ServiceError, on_error)

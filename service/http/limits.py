@@ -13,7 +13,7 @@ class HttpLimits:
     body_bytes: int = 64 * 2**20
     """Of one request, whatever the context length: `service/http/body_bounds.py` has the bounds that follow from it."""
     all_bodies_bytes: int = 256 * 2**20
-    """Of all requests together that are being read or answered; more are told to come again."""
+    """Of all requests together that are being read or answered; more are refused with 429."""
     json_depth: int = 64
     head_bytes: int = 64 * 2**10
     """Request line and headers."""

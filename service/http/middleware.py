@@ -28,7 +28,7 @@ _VALID_ID = re.compile(REQUEST_ID_PATTERN.encode())
 
 
 class UnexpectedErrors:
-    """Answers 500 where a route raised what nobody expected: the log has the details, the connection stays usable."""
+    """Answers 500 where a route raised an unexpected exception: the log has the details, the connection stays usable."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -49,7 +49,7 @@ class UnexpectedErrors:
             await error_response(as_service_error(error))(scope, receive, send)
 
 
-class CountedAnswers:
+class ResponseMetrics:
     """Counts answers by status, refusals by whatever stands behind it included. Probes and scrapes are not counted.
 
     Of requests to compute something it counts those that ended before they were admitted: whatever was admitted is counted when it ends.
@@ -134,7 +134,7 @@ class HeadLimit:
 
 
 class Authentication:
-    """Puts the `owner` of the request's key into its state, or answers 401. None without a keys file: then nobody is asked."""
+    """Puts the `owner` of the request's key into its state, or answers 401. None without a keys file: then no key is needed."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
         self._app = app
@@ -169,14 +169,14 @@ class RequestLimit:
             return
         owner = scope["state"]["owner"]
         try:
-            self._answers.take(owner)
+            self._answers.acquire(owner)
         except Busy as busy:
             await error_response(busy)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)
         finally:
-            self._answers.give_back(owner)
+            self._answers.release(owner)
 
 
 class BodyLimit:
@@ -212,11 +212,11 @@ class BodyLimit:
         try:
             await self._app(scope, receive_bounded, send)
         finally:
-            self._all_bodies.give_back(owner, held)
+            self._all_bodies.release(owner, held)
 
     def _take(self, owner: Owner, size: int) -> None:
         try:
-            self._all_bodies.take(owner, size)
+            self._all_bodies.acquire(owner, size)
         except Busy as busy:
             raise _too_much(busy) from None
 
@@ -236,7 +236,7 @@ class _BodyReader:
         if self._complete:
             return await self._receive()  # waits for the client to leave, however long
         try:
-            async with asyncio.timeout(self._patience()):
+            async with asyncio.timeout(self._seconds_left()):
                 message = await self._receive()
         except TimeoutError:
             raise _too_slow() from None
@@ -247,7 +247,7 @@ class _BodyReader:
         self.taken += len(body)
         return message
 
-    def _patience(self) -> float:
+    def _seconds_left(self) -> float:
         """Seconds until the next byte must have come: not too long after the last one, and not too late for the whole."""
         limits = self._limits
         whole = limits.body_grace_seconds + self.taken / limits.body_rate - (time.monotonic() - self._started)

@@ -39,7 +39,7 @@ FILES = 65536
 """Descriptors that are asked for."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients and proxies keep idle connections, so that it is them who close."""
-LAST_ANSWERS_SECONDS = 10
+LAST_RESPONSES_SECONDS = 10
 """How long connections may take to read their answers once everything has been computed."""
 
 
@@ -72,7 +72,7 @@ def server_config(app: FastAPI, limits: HttpLimits = DEFAULT_LIMITS, **changes: 
         "ws": "none",
         "lifespan": "on",  # else a failure in there would leave a server that answers 500 for ever
         "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-        "timeout_graceful_shutdown": LAST_ANSWERS_SECONDS,
+        "timeout_graceful_shutdown": LAST_RESPONSES_SECONDS,
     }
     return uvicorn.Config(app, **known | changes)
 
@@ -117,12 +117,13 @@ def _warn_if_open(settings: Settings, listening: socket.socket) -> None:
     address = listening.getsockname()[0]
     if settings.api_keys_file is None and not is_local(address):
         log.warning(
-            "listening on %s without --api-keys-file: whoever reaches the port may use the model, and read and delete every save", address
+            "listening on %s without --api-keys-file: every client that reaches the port may use the model, and read and delete every save",
+            address,
         )
 
 
 async def _serve(app: FastAPI, runtime: Runtime, server: Server, listening: socket.socket) -> int:
-    runtime.on_fatal = lambda: _exit_soon(server)
+    runtime.on_fatal = lambda: _schedule_exit(server)
     _handle_signals(runtime, server)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _no_keys if app.state.keys is None else app.state.keys.reload)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -138,10 +139,10 @@ async def _until_ready(app: FastAPI, runtime: Runtime, server: Server, serving: 
     try:
         await asyncio.shield(app.state.start)
     except ConfigError:
-        _exit_soon(server)
+        _schedule_exit(server)
         return EXIT_BAD_SETTINGS
     except Exception:
-        _exit_soon(server)
+        _schedule_exit(server)
         return EXIT_FAILED
     if runtime.state == "ok":
         # What there is by now stays to the end, so it needn't be looked through again and again while requests are served.
@@ -161,7 +162,7 @@ def _no_keys() -> None:
     log.info("SIGHUP: there is no --api-keys-file to read again")
 
 
-def _exit_soon(server: Server) -> None:
+def _schedule_exit(server: Server) -> None:
     server.should_exit = True
 
 
@@ -183,4 +184,4 @@ async def _drain(runtime: Runtime, server: Server) -> None:
     try:
         await runtime.drain()
     finally:
-        _exit_soon(server)
+        _schedule_exit(server)

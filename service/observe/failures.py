@@ -1,4 +1,4 @@
-"""Failures of work that nobody waits for."""
+"""Failures of background work."""
 
 import logging
 from collections.abc import Callable, Mapping

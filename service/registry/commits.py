@@ -108,7 +108,7 @@ class CommitThread:
 
 
 def settle(future: "Future[Any]", outcome: Any) -> None:  # noqa: ANN401 - result or exception
-    """Resolves a future, unless whoever waited for it has given up."""
+    """Resolves a future, unless it was cancelled."""
     if future.done() or not future.set_running_or_notify_cancel():
         return
     if isinstance(outcome, Exception):

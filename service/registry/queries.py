@@ -109,10 +109,10 @@ def end(database: sqlite3.Connection, changes: Mapping[str, Mapping[str, Any]]) 
     for record, wanted in zip(records, changes.values(), strict=True):
         if record is None or (record.ended and record.status != wanted["status"]):
             return None
-    return [update(database, save_id, wanted) or _there(database, save_id) for save_id, wanted in changes.items()]
+    return [update(database, save_id, wanted) or _existing(database, save_id) for save_id, wanted in changes.items()]
 
 
-def _there(database: sqlite3.Connection, save_id: str) -> SaveRecord:
+def _existing(database: sqlite3.Connection, save_id: str) -> SaveRecord:
     record = get(database, save_id)
     assert record is not None
     return record

@@ -55,7 +55,7 @@ class Registry:
             raise
         self.service_id: str = database.execute("SELECT id FROM service").fetchone()[0]
         """The same after every start on this state directory, and no other's."""
-        self._thread = CommitThread(database, committed=self._tell_waiting, failed=self._ended_now.clear)
+        self._thread = CommitThread(database, committed=self._notify_waiters, failed=self._ended_now.clear)
 
     @property
     def commits(self) -> int:
@@ -107,7 +107,7 @@ class Registry:
         return self._thread.submit(run, writes=True)
 
     def delete(self, save_id: str) -> "Future[bool]":
-        """Removes a record; False where there is none. Whoever waits for the save is told that it is gone."""
+        """Removes a record; False where there is none. Waiters for the save get the error that it was deleted."""
 
         def run(database: sqlite3.Connection) -> bool:
             existed = queries.delete(database, save_id)
@@ -203,7 +203,7 @@ class Registry:
                 settle(future, Unavailable("the registry was closed before the save ended"))
         self._waiting.clear()
 
-    def _tell_waiting(self) -> None:
+    def _notify_waiters(self) -> None:
         for save_id, record in self._ended_now.items():
             for future in self._waiting.pop(save_id, ()):
                 settle(future, record)

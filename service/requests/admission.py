@@ -160,11 +160,11 @@ async def admit(services: Services, plan: Plan) -> Generation | Replay:
     try:
         return await asyncio.shield(admission)
     except asyncio.CancelledError:
-        admission.add_done_callback(_give_up)
+        admission.add_done_callback(_roll_back)
         raise
 
 
-def _give_up(admission: "asyncio.Task[Generation | Replay]") -> None:
+def _roll_back(admission: "asyncio.Task[Generation | Replay]") -> None:
     if not admission.cancelled() and admission.exception() is None:
         admission.result().leave()
 
@@ -180,7 +180,7 @@ async def _admit(services: Services, plan: Plan) -> Generation | Replay:
                 return await _start(services, plan)
             check_body(stored, plan.body_hash)
             live = services.saver.find(stored.group.id)
-            if live is None or not live.given_up:
+            if live is None or not live.aborted:
                 replay = join(live) if live is not None else await read(services, stored)
                 if replay is not None:
                     return replay

@@ -161,7 +161,7 @@ def _extend(report: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 @dataclass
-class Finished:
+class ChoiceResult:
     """All of a choice, for an answer in one piece."""
 
     text: str = ""

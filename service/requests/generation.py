@@ -12,7 +12,7 @@ from engine.request import RequestOutput
 from service.engine_events import Collector, Update
 from service.errors import as_service_error
 from service.observe.metrics import RequestOutcome
-from service.requests.choice import Choice, Delta, Finished
+from service.requests.choice import Choice, ChoiceResult, Delta
 from service.requests.spans import RequestSpans
 from service.saves.groups import SaveGroup
 from service.saves.life import Ending, LiveSave
@@ -20,12 +20,12 @@ from service.services import Services
 
 log = logging.getLogger(__name__)
 
-GIVEN_UP = Ending("cancelled", SaveError("cancelled", "nobody waited for the request any more"))
+ABANDONED = Ending("cancelled", SaveError("cancelled", "every client of the request has disconnected"))
 FAILED = Ending("failed", SaveError("cancelled", "the request that this save belonged to failed"))
 
 
 class Generation:
-    """Used on the event loop. `leave` must be called in the end by whoever drives it, whatever happened.
+    """Used on the event loop. Its driver must call `leave` in the end, whatever happened.
 
     `keeps_results`: whether anybody asks for a choice as a whole; a stream has sent it in parts.
     """
@@ -42,11 +42,11 @@ class Generation:
         owner: str | None,
     ) -> None:
         self._owner = owner
-        self._placed: set[int] = set()
+        self._admitted: set[int] = set()
         self.choices = choices
         self.request_id = request_id
         self.created = int(time.time())
-        self.results = [Finished() for _ in choices]
+        self.results = [ChoiceResult() for _ in choices]
         self._services = services
         self._group = group
         self._keeps_output = keeps_output
@@ -68,8 +68,8 @@ class Generation:
         events, metrics = self._services.events, self._services.metrics
         submitted = 0
         try:
-            self._services.shares.choices.take(self._owner, len(self.choices))
-            self._placed = {choice.index for choice in self.choices}
+            self._services.shares.choices.acquire(self._owner, len(self.choices))
+            self._admitted = {choice.index for choice in self.choices}
             for choice in self.choices:
                 events.attach(choice.engine_id, partial(self._receive, choice))
                 if choice.save is not None:
@@ -94,15 +94,15 @@ class Generation:
         if self._spans is not None:
             self._spans.received(choice, output)
         if output.finish_reason is not None:
-            self._free_place(choice)
+            self._release_slot(choice)
             if self._closed:
                 self._services.events.detach(choice.engine_id)
 
-    def _free_place(self, choice: Choice) -> None:
-        """The choice's place in the engine is free."""
-        if choice.index in self._placed:
-            self._placed.remove(choice.index)
-            self._services.shares.choices.give_back(self._owner)
+    def _release_slot(self, choice: Choice) -> None:
+        """Releases the choice's slot in the engine."""
+        if choice.index in self._admitted:
+            self._admitted.remove(choice.index)
+            self._services.shares.choices.release(self._owner)
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """What is added to the choices, until all of them are done. A choice that fails doesn't end the others."""
@@ -110,13 +110,13 @@ class Generation:
             assert step is not None
             yield step
 
-    async def progress(self, patience: float | None = None) -> AsyncIterator[tuple[Choice, Delta] | None]:
-        """As `deltas`, with None in between whenever nothing has been added for `patience` seconds.
+    async def progress(self, timeout_seconds: float | None = None) -> AsyncIterator[tuple[Choice, Delta] | None]:
+        """As `deltas`, with None in between whenever nothing has been added for `timeout_seconds` seconds.
 
         May be left at any time and begun again: what has been taken in is in `results` then.
         """
         while not all(choice.done for choice in self.choices):
-            updates = await self._collector.take(patience)
+            updates = await self._collector.take(timeout_seconds)
             if not updates:
                 yield None
             for step in [self._advance(self.choices[index], update) for index, update in updates.items()]:
@@ -152,25 +152,25 @@ class Generation:
             raise
 
     def leave(self) -> None:
-        """Whoever drove it does so no longer. What is not done goes on for others who wait for the same saves, else it is aborted."""
+        """The driver leaves. The rest is computed for other readers of the same saves, else it is aborted."""
         if self._group is None or not self._group.leave():
             self.close("aborted")
         elif not self._closed:
             self._driver = self._services.start_in_background(self.finish())
 
     def close(self, outcome: RequestOutcome) -> None:
-        """Ends what still runs and lets everything go. Saves that need not be waited for go on. Idempotent."""
+        """Aborts what still runs and releases everything. Saves that need not be waited for go on. Idempotent."""
         if self._closed:
             return
         self._closed = True
         for choice in self.choices:
-            self._free_place(choice)
+            self._release_slot(choice)
             if not choice.done:
                 self._services.engine.abort(choice.engine_id)
             if self._spans is None or self._spans.ended(choice):  # else its end is still to be heard of
                 self._services.events.detach(choice.engine_id)
         if self._group is not None and outcome != "completed":
-            self._group.abort_all(GIVEN_UP if outcome == "aborted" else FAILED)
+            self._group.abort_all(ABANDONED if outcome == "aborted" else FAILED)
         if self._driver is not None and self._driver is not asyncio.current_task():
             self._driver.cancel()
         self._observe(outcome)
@@ -212,12 +212,12 @@ class Generation:
             self._group.abort_all(FAILED)
             while not self._group.ended:
                 await self._collector.take()  # What the engine says now is that we have aborted it.
-            choice = next((other for other in self.choices if other.save is self._group.first_without_file), choice)
+            choice = next((other for other in self.choices if other.save is self._group.first_failed), choice)
         raise choice.failure() or as_service_error(RuntimeError("a choice failed without a reason"))
 
     def _withdraw(self, submitted: int) -> None:
         for choice in self.choices:
-            self._free_place(choice)
+            self._release_slot(choice)
             self._services.events.detach(choice.engine_id)
         for choice in self.choices[:submitted]:
             self._services.engine.abort(choice.engine_id)

@@ -20,7 +20,7 @@ PARAM = f"{PREFIX}.idempotency_key"
 
 @dataclass(frozen=True)
 class Replay:
-    """The saves of the first request with the key. Whoever has one is a reader of the work until it `leave`s."""
+    """The saves of the first request with the key. Its holder is a reader of the work until it calls `leave`."""
 
     saves: tuple[SaveRecord, ...]
     """By choice, as they were when they were read."""
@@ -32,14 +32,14 @@ class Replay:
         """As they are now."""
         return self.saves if self.live is None else tuple(save.record for save in self.live.saves)
 
-    async def settled(self, *, texts_only: bool) -> None:
+    async def wait_until_done(self, *, texts_only: bool) -> None:
         """Waits until all saves have ended, or until all texts are done."""
         if self.live is not None:
             await (self.live.until_texts_done() if texts_only else self.live.until_ended())
 
     def check_whole(self) -> None:
         """For answers that are all or nothing. Raises `SaveFailed` for a save without a file."""
-        cause = None if self.live is None else self.live.first_without_file
+        cause = None if self.live is None else self.live.first_failed
         records = self.records if cause is None else (cause.record,)
         for record in records:
             if record.status in ("failed", "cancelled"):
@@ -77,7 +77,7 @@ async def read(services: Services, stored: StoredGroup) -> Replay | None:
         await services.saver.recover(stored.saves[0].id)
         found = await asyncio.wrap_future(services.registry.get_group(stored.group.id))
         stored = found or StoredGroup(stored.group, ())
-    records = await _as_they_are(services, stored.saves)
+    records = await _with_current_status(services, stored.saves)
     if not any(record.status == "completed" for record in records):
         return None
     if not stored.whole:
@@ -87,13 +87,13 @@ async def read(services: Services, stored: StoredGroup) -> Replay | None:
     return Replay(records, None)
 
 
-async def _as_they_are(services: Services, records: Sequence[SaveRecord]) -> tuple[SaveRecord, ...]:
+async def _with_current_status(services: Services, records: Sequence[SaveRecord]) -> tuple[SaveRecord, ...]:
     """Records that say `completed` only where the file is there. Raises `ServiceError`."""
-    looks = (services.disk_of(record).reads.run(record.owner, _as_it_is, services, record) for record in records)
+    looks = (services.disk_of(record).reads.run(record.owner, _current_record, services, record) for record in records)
     return tuple(await asyncio.gather(*looks))
 
 
-def _as_it_is(services: Services, record: SaveRecord) -> SaveRecord:
+def _current_record(services: Services, record: SaveRecord) -> SaveRecord:
     if record.status != "completed":
         return record
     try:

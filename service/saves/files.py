@@ -45,7 +45,7 @@ def open_saved(roots: SaveRoots, record: SaveRecord) -> int:
         if target is not None:
             os.close(target.directory_fd)
     if fd is None:
-        check_in_sight(roots, record)
+        check_reachable(roots, record)
         raise Gone("the file of this save was removed", param="save_id")
     return fd
 
@@ -58,12 +58,12 @@ def remove_saved(roots: SaveRoots, record: SaveRecord, *, lock_files: bool) -> b
     """
     target = _locate(roots, record)
     if target is None:
-        check_in_sight(roots, record)
+        check_reachable(roots, record)
         return False
     try:
         removed = _remove_file(roots, target, record)
         if not removed:
-            check_in_sight(roots, record)
+            check_reachable(roots, record)
         if lock_files and status_of(target.directory_fd, target.name) is None:
             remove_unlocked(target.directory_fd, target.name + LOCK_SUFFIX)
         return removed
@@ -71,7 +71,7 @@ def remove_saved(roots: SaveRoots, record: SaveRecord, *, lock_files: bool) -> b
         os.close(target.directory_fd)
 
 
-def check_in_sight(roots: SaveRoots, record: SaveRecord) -> None:
+def check_reachable(roots: SaveRoots, record: SaveRecord) -> None:
     """Raises `StorageUnavailable` where a file that isn't found may be there all the same, on a file system that isn't mounted now or in a
     folder that is no save root now.
     """
@@ -168,14 +168,14 @@ def _remove_file(roots: SaveRoots, target: OpenTarget, record: SaveRecord) -> bo
         if names_file(target.directory_fd, aside, fd):
             os.unlink(aside, dir_fd=target.directory_fd)
             return True
-        _put_back(target, aside)
+        _restore_name(target, aside)
         return False
     finally:
         os.close(fd)
 
 
-def _put_back(target: OpenTarget, aside: str) -> None:
-    """Somebody else's file was caught instead: it gets its name again, or another visible one where that has been taken."""
+def _restore_name(target: OpenTarget, aside: str) -> None:
+    """It was another file: it gets its name again, or another visible one where that has been taken."""
     for name in (target.name, f"{target.name}.{secrets.token_hex(4)}"):
         with contextlib.suppress(SaveError):
             publish_file(target.directory_fd, aside, name, replace=False)

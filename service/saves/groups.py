@@ -1,4 +1,4 @@
-"""The saves of one request, which alone decides what becomes of each of them.
+"""The saves of one request, which owns their state machines.
 
 All or nothing, the saves complete together, in one commit, once every file is published and every text is done; if one has no file, none
 has. Independent saves each complete and fail alone.
@@ -25,12 +25,12 @@ SIGNALS: Mapping[str, Signal] = {
     "failed": Signal.STOPPED,
     "cancelled": Signal.STOPPED,
 }
-"""What the engine's events say."""
-WITH_THE_OTHERS = Ending("failed", SaveError("cancelled", "another choice of the same request has no file"))
+"""The signal of each of the engine's events."""
+SIBLING_FAILED = Ending("failed", SaveError("cancelled", "another choice of the same request has no file"))
 NOT_RECORDED = Ending("failed", SaveError("io_error", "the registry of saves could not be written"))
 
 
-def _nobody() -> None:
+def _noop() -> None:
     pass
 
 
@@ -44,7 +44,7 @@ class GroupOwner(Protocol):
         """Commits the ends of saves, all or none, in bounded time; None where the registry didn't take them."""
 
     async def remove_file(self, save: LiveSave) -> None:
-        """Takes a published file back, in as far as that can be done."""
+        """Removes a published file, where that is possible."""
 
     def abort(self, save: LiveSave) -> None:
         """Has the engine end a save; may be repeated."""
@@ -57,14 +57,14 @@ class GroupOwner(Protocol):
 
 
 class SaveGroup:
-    """Used on the event loop. Whoever waits for the saves is a reader; the request that made them is the first."""
+    """Used on the event loop. Requests that wait for the saves are readers; the one that made them is the first."""
 
     def __init__(self, record: GroupRecord, saves: Sequence[LiveSave], owner: GroupOwner) -> None:
         self.record = record
         self.saves = tuple(saves)
-        self.first_without_file: LiveSave | None = None
-        """The save that was the first to fail or to be given up: why the others have no files, all or nothing."""
-        self.on_abandoned: Callable[[], None] = _nobody
+        self.first_failed: LiveSave | None = None
+        """The save that was the first to fail or to be aborted: why the others have no files, all or nothing."""
+        self.on_abandoned: Callable[[], None] = _noop
         """Called when the last reader has left."""
         self._owner = owner
         self._by_id = {save.id: save for save in self.saves}
@@ -84,16 +84,16 @@ class SaveGroup:
         return all(save.ended for save in self.saves)
 
     @property
-    def given_up(self) -> bool:
+    def aborted(self) -> bool:
         """None of its saves will have a file."""
         return all(save.ending is not None for save in self.saves)
 
     def join(self) -> None:
-        """One more waits for the saves."""
+        """Adds a reader."""
         self._readers += 1
 
     def leave(self) -> bool:
-        """One that waited does so no longer; True where others still do."""
+        """Removes a reader; True where others remain."""
         self._readers -= 1
         if not self._readers:
             self.on_abandoned()
@@ -113,13 +113,13 @@ class SaveGroup:
             await self.until_changed()
 
     def submitted(self, save: LiveSave, engine_id: str) -> None:
-        """The engine has taken the save over. It may have been given up just before."""
+        """The engine has taken the save over. It may have been aborted just before."""
         save.engine_id = engine_id
         if save.state is SaveState.ABORTING:
             self._owner.abort(save)
 
-    def heard(self, event: SaveEvent) -> None:
-        """Takes in what the engine says of one of the saves."""
+    def on_save_event(self, event: SaveEvent) -> None:
+        """Applies an event of the engine to one of the saves."""
         save = self._by_id[event.save_id]
         signal = SIGNALS[event.status]
         if not save.can(signal):
@@ -132,7 +132,7 @@ class SaveGroup:
             save.ending = Ending(
                 "failed" if event.status == "failed" else "cancelled", event.error or SaveError("engine_error", "no reason is known")
             )
-        self._move(save, signal)
+        self._transition(save, signal)
 
     def text_done(self, save: LiveSave, **kept: Any) -> None:  # noqa: ANN401 - fields of SaveRecord
         """The text that belongs to a file is done; `kept` is what the record keeps of it, `output` and `cached_tokens`."""
@@ -140,37 +140,37 @@ class SaveGroup:
         if kept and not save.ended:
             save.record = replace(save.record, **kept)
             self._owner.record_progress(save, **kept)
-        self._complete_what_is_ready(save)
+        self._complete_if_ready(save)
         self._notify(save)
 
     def abort(self, save: LiveSave, ending: Ending) -> None:
-        """Gives a save up: it ends without a file, unless it is just being completed. All or nothing, so do the others."""
+        """Aborts a save: it ends without a file, unless it is just being completed. All or nothing, so do the others."""
         self._abort((save,), ending)
 
     def abort_all(self, ending: Ending) -> None:
-        """Gives all saves up, for the same reason."""
+        """Aborts all saves, for the same reason."""
         self._abort(self.saves, ending)
 
     def _abort(self, saves: Sequence[LiveSave], ending: Ending) -> None:
-        unwanted = [save for save in saves if save.ending is None and save.can(Signal.ABORT)]
-        for save in unwanted:
+        to_abort = [save for save in saves if save.ending is None and save.can(Signal.ABORT)]
+        for save in to_abort:
             save.ending = ending
-        for save in unwanted:
-            self._move(save, Signal.ABORT)
+        for save in to_abort:
+            self._transition(save, Signal.ABORT)
 
     def withdraw(self) -> None:
         """The request was refused after its records were made. To be called before anything else happens on the loop."""
         for save in self.saves:
-            save.take(Signal.WITHDRAWN)
+            save.apply(Signal.WITHDRAWN)
             self._notify(save)
 
-    def _move(self, save: LiveSave, signal: Signal) -> None:
-        if not save.take(signal):
+    def _transition(self, save: LiveSave, signal: Signal) -> None:
+        if not save.apply(signal):
             return
         if save.state in PROGRESS:
             self._owner.record_progress(save, status=save.status)
         elif save.state is SaveState.PUBLISHED:
-            self._complete_what_is_ready(save)
+            self._complete_if_ready(save)
         elif save.state is SaveState.REMOVING:
             self._owner.start(self._remove(save))
         elif save.state is SaveState.ENDING:
@@ -180,17 +180,17 @@ class SaveGroup:
         elif save.ended:
             self._owner.save_ended(save)
             save.on_end()
-        if save.ending is not None and self.first_without_file is None:
-            self.first_without_file = save
+        if save.ending is not None and self.first_failed is None:
+            self.first_failed = save
             if self.all_or_nothing:
-                self.abort_all(WITH_THE_OTHERS)
+                self.abort_all(SIBLING_FAILED)
         self._notify(save)
 
-    def _complete_what_is_ready(self, save: LiveSave) -> None:
+    def _complete_if_ready(self, save: LiveSave) -> None:
         unit = self.saves if self.all_or_nothing else (save,)
         if all(other.can(Signal.COMPLETE) and not other.awaits_text for other in unit):
             for other in unit:
-                self._move(other, Signal.COMPLETE)
+                self._transition(other, Signal.COMPLETE)
             self._owner.start(self._complete(unit))
 
     async def _complete(self, unit: Sequence[LiveSave]) -> None:
@@ -199,22 +199,22 @@ class SaveGroup:
         if records is None:
             for save in unit:
                 save.ending = NOT_RECORDED
-                self._move(save, Signal.NOT_COMMITTED)
+                self._transition(save, Signal.NOT_COMMITTED)
             return
         for save, record in zip(unit, records, strict=True):
             save.record = record
         for save in unit:
-            self._move(save, Signal.COMMITTED)
+            self._transition(save, Signal.COMMITTED)
 
     async def _remove(self, save: LiveSave) -> None:
         await self._owner.remove_file(save)
-        self._move(save, Signal.REMOVED)
+        self._transition(save, Signal.REMOVED)
 
     async def _end(self, save: LiveSave) -> None:
         changes = save.discarding(time.time())
         records = await self._owner.commit({save.id: changes})
         save.record = replace(save.record, **changes) if records is None else records[0]
-        self._move(save, Signal.NOT_COMMITTED if records is None else Signal.COMMITTED)
+        self._transition(save, Signal.NOT_COMMITTED if records is None else Signal.COMMITTED)
 
     def _notify(self, save: LiveSave) -> None:
         changed, self._changed = self._changed, asyncio.Event()

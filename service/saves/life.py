@@ -38,7 +38,7 @@ class Signal(Enum):
     COMPUTED = "the engine has computed all rows"
     PUBLISHED = "the engine has published the file"
     STOPPED = "the engine has ended it without a file"
-    ABORT = "nobody wants it any more"
+    ABORT = "it was aborted"
     COMPLETE = "nothing has to be waited for any more"
     COMMITTED = "the registry has taken the end"
     NOT_COMMITTED = "the registry could not take the end"
@@ -92,7 +92,7 @@ class Ending:
     error: SaveError
 
 
-def _nobody() -> None:
+def _noop() -> None:
     pass
 
 
@@ -114,9 +114,9 @@ class LiveSave:
     ending: Ending | None = None
     seconds: float = 0.0
     """From the last computed token to the end of the save in the engine."""
-    on_change: Callable[[], None] = field(default=_nobody)
+    on_change: Callable[[], None] = field(default=_noop)
     """Called when the save has moved."""
-    on_end: Callable[[], None] = field(default=_nobody)
+    on_end: Callable[[], None] = field(default=_noop)
     """Called once, when the save has ended."""
     times_ns: dict[SaveStatus, int] = field(default_factory=dict)
     """When the engine brought it to which status, in nanoseconds since 1970."""
@@ -138,7 +138,7 @@ class LiveSave:
         """Why there is no file, or why there will be none."""
         return None if self.ending is None else self.ending.error
 
-    def take(self, signal: Signal) -> bool:
+    def apply(self, signal: Signal) -> bool:
         """Moves on; False, and nothing has changed, where the signal comes late."""
         following = TRANSITIONS[self.state].get(signal)
         if following is None:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 MIN_PART_AGE_SECONDS = 60.0
 """A temporary file is created a moment before it is locked; younger ones are left alone."""
-FORGOTTEN_LOCK_SECONDS = 86400.0
+STALE_LOCK_SECONDS = 86400.0
 """A lock file that was released is for the client of its file to remove. This long after that, the client has forgotten it."""
 _PART = re.compile(r"\.(?:[0-9a-f]{32}|probe-[0-9a-f]{16})\.part")
 _OPEN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -27,7 +27,7 @@ def part_name(save_id: str) -> str:
     return f".{save_id}.part"
 
 
-def clean_parts(
+def remove_orphaned_files(
     roots: SaveRoots,
     *,
     now: float | None = None,
@@ -44,20 +44,20 @@ def clean_parts(
     now = time.time() if now is None else now
     removed = 0
     for root in _outermost(roots.roots):
-        for directory_fd, name in _leftovers_below(root, stop):
+        for directory_fd, name in _orphans_below(root, stop):
             if not name.endswith(LOCK_SUFFIX):
                 removed += remove_unlocked(directory_fd, name, changed_before=now - min_age_seconds)
             elif owner is not None:
-                removed += _remove_lock(directory_fd, name.removesuffix(LOCK_SUFFIX), owner, now - FORGOTTEN_LOCK_SECONDS)
+                removed += _remove_lock(directory_fd, name.removesuffix(LOCK_SUFFIX), owner, now - STALE_LOCK_SECONDS)
     return removed
 
 
-def _remove_lock(directory_fd: int, name: str, owner: str, forgotten_before: float) -> bool:
-    def is_forgotten(fd: int) -> bool:
+def _remove_lock(directory_fd: int, name: str, owner: str, stale_before: float) -> bool:
+    def is_stale(fd: int) -> bool:
         return was_left_by(fd, owner) and status_of(directory_fd, name) is None
 
     return remove_own_lock(directory_fd, name, owner) or remove_unlocked(
-        directory_fd, name + LOCK_SUFFIX, changed_before=forgotten_before, only_if=is_forgotten
+        directory_fd, name + LOCK_SUFFIX, changed_before=stale_before, only_if=is_stale
     )
 
 
@@ -91,7 +91,7 @@ def remove_unlocked(directory_fd: int, name: str, *, changed_before: float | Non
             return False
         return _is_free(fd, name, without_locks=changed_before is None) and only_if(fd) and _remove(directory_fd, name, fd)
     except OSError as error:
-        log.warning("the left-over file %s can't be looked at and is left: %s", name, error.strerror)
+        log.warning("the orphaned file %s can't be inspected and is kept: %s", name, error.strerror)
         return False
     finally:
         os.close(fd)
@@ -105,7 +105,7 @@ def _is_free(fd: int, name: str, *, without_locks: bool) -> bool:
         return False
     except OSError as error:
         if not without_locks:
-            log.warning("the left-over file %s can't be locked and is left: %s", name, error.strerror)
+            log.warning("the orphaned file %s can't be locked and is kept: %s", name, error.strerror)
         return without_locks
     return True
 
@@ -116,7 +116,7 @@ def _remove(directory_fd: int, name: str, fd: int) -> bool:
             return False
         os.unlink(name, dir_fd=directory_fd)
     except OSError as error:
-        log.warning("the left-over file %s could not be removed: %s", name, error.strerror)
+        log.warning("the orphaned file %s could not be removed: %s", name, error.strerror)
         return False
     return True
 
@@ -128,7 +128,7 @@ def _outermost(roots: tuple[Root, ...]) -> Iterator[Root]:
             yield root
 
 
-def _leftovers_below(root: Root, stop: Callable[[], bool]) -> Iterator[tuple[int, str]]:
+def _orphans_below(root: Root, stop: Callable[[], bool]) -> Iterator[tuple[int, str]]:
     """Temporary files, and lock files without a file beside them, with the descriptors of their directories, which hold until the next
     one is asked for.
     """

@@ -1,6 +1,6 @@
-"""What goes by itself: files whose time is over, records that are too old, what crashes have left, and files that clients have removed.
+"""Background cleanup: expired files, old records, orphans of crashes, and records of files that clients have removed.
 
-What can't be looked at has not been removed: records of files below a folder that is no save root now, or on a file system that isn't
+Unreachable files don't count as removed: records of files below a folder that is no save root now, or on a file system that isn't
 mounted, stay as they are, and the log says how many there are.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 from service.errors import ServiceError, StorageUnavailable
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
-from service.saves.files import check_in_sight, device_of_saved, open_directory, remove_saved
-from service.saves.orphans import MIN_PART_AGE_SECONDS, clean_parts
+from service.saves.files import check_reachable, device_of_saved, open_directory, remove_saved
+from service.saves.orphans import MIN_PART_AGE_SECONDS, remove_orphaned_files
 from service.saves.paths.roots import SaveRoots
 from service.saves.space import Space
 
@@ -29,17 +29,17 @@ TICK_SECONDS = 1.0
 SWEEP_SECONDS = 600.0
 ORPHANS_SECONDS = 3600.0
 DAY_SECONDS = 86400.0
-"""A temporary file that nobody has locked for so long is an orphan also where locks of other machines aren't seen."""
+"""A temporary file that has been unlocked for so long is an orphan also where locks of other machines aren't seen."""
 RETRY_SECONDS = 60.0
 """After a file that has expired could not be removed, or the end of a save not be recorded."""
 PAGE = 500
 PURGED_AT_ONCE = 10_000
-REST = 3.0
+COOLDOWN_FACTOR = 3.0
 """A job, or a sweep that requests ask for, begins so many times the last one's duration after its end: however much there is to look
 through and however many ask, a quarter of the time at most goes into it. Requests wait for it."""
 
 
-async def nothing() -> None:
+async def noop() -> None:
     pass
 
 
@@ -59,21 +59,21 @@ class Reaper:
     space: Space
     lock_files: bool
     now: Callable[[], float] = time.time
-    recover: Callable[[], Awaitable[None]] = field(default=nothing)
-    """Ends records that have not ended and that nobody owns."""
+    recover: Callable[[], Awaitable[None]] = field(default=noop)
+    """Ends records that have not ended and that no live group owns."""
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
     _sweeping: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _begun: int = 0
+    _sweeps_started: int = 0
     """Sweeps so far."""
-    _completed: int = 0
+    _last_finished_sweep: int = 0
     """The number of the last one that came to its end."""
-    _rested: float = 0.0
+    _cooldown_until: float = 0.0
     _retry_at: dict[str, float] = field(default_factory=dict)
-    _num_unseen: int = 0
+    _num_unreachable: int = 0
     """Files that this sweep could not look for."""
-    _num_unseen_before: int = 0
+    _num_unreachable_before: int = 0
     """In the sweep before."""
-    _unseen_path: str = ""
+    _unreachable_path: str = ""
     """The last one of them."""
     _part_age_seconds: float = MIN_PART_AGE_SECONDS
     """Of temporary files, in the next cleaning. In the first one they are what a crash has left."""
@@ -92,10 +92,10 @@ class Reaper:
         """Does everything at the start and then again and again."""
         jobs = (
             _Job(self.expire, TICK_SECONDS),
-            _Job(self.look, TICK_SECONDS),
+            _Job(self.refresh, TICK_SECONDS),
             _Job(self.sweep, SWEEP_SECONDS),
             _Job(self.purge, SWEEP_SECONDS),
-            _Job(self.clean, ORPHANS_SECONDS),
+            _Job(self.remove_orphans, ORPHANS_SECONDS),
             _Job(self.recover, RETRY_SECONDS),
         )
         while not self._closing.is_set():
@@ -109,9 +109,9 @@ class Reaper:
         try:
             await job.work()
         except Exception:  # Whatever it is, the next time may go better, and the other jobs are none the worse for it.
-            log.exception("cleaning up has failed and will be tried again")
+            log.exception("a cleanup job failed and will be retried")
         ended = time.monotonic()
-        job.due = ended + max(job.every_seconds, REST * (ended - started))
+        job.due = ended + max(job.every_seconds, COOLDOWN_FACTOR * (ended - started))
 
     async def _pause(self, seconds: float) -> None:
         """Ends early where the service does."""
@@ -119,8 +119,8 @@ class Reaper:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def look(self) -> None:
-        await asyncio.to_thread(self.space.look)
+    async def refresh(self) -> None:
+        await asyncio.to_thread(self.space.refresh)
 
     async def expire(self) -> int:
         """Removes the files whose time is over, lock files too; their records say `expired`. Returns how many."""
@@ -155,11 +155,11 @@ class Reaper:
 
         Those who ask at the same time share a sweep.
         """
-        asked_after = self._begun
+        asked_after = self._sweeps_started
         await self.expire()
         async with self._sweeping:
-            if self._completed <= asked_after:
-                await self._pause(self._rested - time.monotonic())
+            if self._last_finished_sweep <= asked_after:
+                await self._pause(self._cooldown_until - time.monotonic())
                 await self._sweep()
 
     async def sweep(self) -> None:
@@ -169,21 +169,21 @@ class Reaper:
 
     async def _sweep(self) -> None:
         started, after = time.monotonic(), 0
-        self._begun += 1
-        self._num_unseen = 0
+        self._sweeps_started += 1
+        self._num_unreachable = 0
         while not self._closing.is_set():
             records, after = await asyncio.wrap_future(self.registry.completed(after, PAGE))
-            changes = await asyncio.to_thread(self._look_at, records)
+            changes = await asyncio.to_thread(self._check_files, records)
             updates = (self.registry.update(save_id, **fields) for save_id, fields in changes.items())
             await asyncio.gather(*(asyncio.wrap_future(update) for update in updates))
             if len(records) < PAGE:
-                self._tell_unseen()
+                self._log_unreachable()
                 break
-        self._completed = self._begun
+        self._last_finished_sweep = self._sweeps_started
         ended = time.monotonic()
-        self._rested = ended + REST * (ended - started)
+        self._cooldown_until = ended + COOLDOWN_FACTOR * (ended - started)
 
-    def _look_at(self, records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
+    def _check_files(self, records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
         """What has changed: when a file was found to be gone, None for one that is there again; and its file system's device number."""
         changes: dict[str, dict[str, Any]] = {}
         with _Directories(self.roots) as directories:
@@ -191,11 +191,11 @@ class Reaper:
                 try:
                     changed = self._changes(directories.open(record), record)
                 except StorageUnavailable:
-                    self._num_unseen += 1
-                    self._unseen_path = record.hidden_states_path
+                    self._num_unreachable += 1
+                    self._unreachable_path = record.hidden_states_path
                     continue
                 except (OSError, ServiceError) as error:
-                    log.debug("the file of a save can't be looked at: %s", error, extra={"fields": record.log_fields})
+                    log.debug("the file of a save can't be inspected: %s", error, extra={"fields": record.log_fields})
                     continue
                 if changed:
                     changes[record.id] = changed
@@ -204,35 +204,35 @@ class Reaper:
     def _changes(self, directory_fd: int | None, record: SaveRecord) -> dict[str, Any]:
         device = None if directory_fd is None else device_of_saved(self.roots, directory_fd, record)
         if device is None:
-            check_in_sight(self.roots, record)
+            check_reachable(self.roots, record)
             return {"gone": self.now()} if record.gone is None else {}
         return {name: value for name, value in (("gone", None), ("device", device)) if getattr(record, name) != value}
 
-    def _tell_unseen(self) -> None:
+    def _log_unreachable(self) -> None:
         """A line when the number has changed."""
-        if self._num_unseen and self._num_unseen != self._num_unseen_before:
+        if self._num_unreachable and self._num_unreachable != self._num_unreachable_before:
             log.warning(
-                "%d files can't be looked at, such as %s: they lie in a folder that is no save root now, or on a file system that isn't"
+                "%d files can't be inspected, such as %s: they lie in a folder that is no save root now, or on a file system that isn't"
                 " mounted. Their records stay, and their bytes count",
-                self._num_unseen,
-                self._unseen_path,
+                self._num_unreachable,
+                self._unreachable_path,
             )
-        self._num_unseen_before = self._num_unseen
+        self._num_unreachable_before = self._num_unreachable
 
     async def purge(self) -> None:
         """Removes the records that are too old or too many."""
         while await asyncio.wrap_future(self.registry.purge(self.now(), PURGED_AT_ONCE)) == PURGED_AT_ONCE and not self._closing.is_set():
             pass
 
-    async def clean(self) -> None:
-        """Removes temporary files that nobody has locked, and our own lock files that nobody holds and that have no file: a writer of any
+    async def remove_orphans(self) -> None:
+        """Removes temporary files that aren't locked, and our own lock files that aren't held and have no file: a writer of any
         service holds a lock on its own. The first time it takes all that are older than a minute, then those older than a day.
         """
-        clean = partial(clean_parts, self.roots, now=self.now(), min_age_seconds=self._part_age_seconds)
+        clean = partial(remove_orphaned_files, self.roots, now=self.now(), min_age_seconds=self._part_age_seconds)
         removed = await asyncio.to_thread(clean, owner=self.registry.service_id, stop=self._closing.is_set)
         self._part_age_seconds = DAY_SECONDS
         if removed:
-            log.info("removed %d temporary files and lock files that nobody uses any more", removed)
+            log.info("removed %d temporary files and lock files that no save uses", removed)
 
 
 class _Directories:

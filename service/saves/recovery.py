@@ -1,4 +1,4 @@
-"""What a start makes of a crash: every save that was under way is completed or failed, and its temporary file is gone."""
+"""Crash recovery: every save that was in progress is completed or failed, and its temporary file is removed."""
 
 import contextlib
 import logging
@@ -22,25 +22,25 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveryResult:
     """How the interrupted saves ended."""
 
     completed: int
     failed: int
 
 
-def recover(registry: Registry, roots: SaveRoots) -> Recovered:
+def recover(registry: Registry, roots: SaveRoots) -> RecoveryResult:
     """Ends every record that a crash has left open; to be called before the first request is taken. Raises `ServiceError`."""
     outcomes = [recover_group(registry, roots, group_id) for group_id in registry.unfinished_groups().result()]
-    return Recovered(sum(outcome.completed for outcome in outcomes), sum(outcome.failed for outcome in outcomes))
+    return RecoveryResult(sum(outcome.completed for outcome in outcomes), sum(outcome.failed for outcome in outcomes))
 
 
-def recover_group(registry: Registry, roots: SaveRoots, group_id: str) -> Recovered:
+def recover_group(registry: Registry, roots: SaveRoots, group_id: str) -> RecoveryResult:
     """Ends the records of a group that nobody owns any more, in one commit.
 
     A save whose file stands under its name, known by the `save_id` in its metadata, can be completed: it was published and only the
-    commit was missing. It can't where its record was to carry the text and doesn't: nobody was told of it, and a repeated request must not
-    find half of an answer. All or nothing, the saves are completed only where all of them can be. Any other save is failed with the code
+    commit was missing. It can't where its record was to carry the text and doesn't: no client has its response, and a repeated request
+    must not find half of one. All or nothing, the saves are completed only where all of them can be. Any other save is failed with the code
     `interrupted`, and its file, its temporary file and its lock file are removed. The file system comes first and the records last, so that
     a crash in here is recovered from as well. A group with files below a folder that is no save root now stays as it is: what can't be
     looked at may be there. Waits for the disk. Raises `ServiceError`.
@@ -48,23 +48,24 @@ def recover_group(registry: Registry, roots: SaveRoots, group_id: str) -> Recove
     stored = registry.get_group(group_id).result()
     unfinished = [] if stored is None else [record for record in stored.saves if not record.ended]
     if stored is None or not unfinished:
-        return Recovered(0, 0)
-    unseen = [record for record in unfinished if roots.device_at(record.hidden_states_path) is None]
-    if unseen:
+        return RecoveryResult(0, 0)
+    unreachable = [record for record in unfinished if roots.device_at(record.hidden_states_path) is None]
+    if unreachable:
         log.warning(
-            "a save's file lies below no save root that the service has now: its record stays open", extra={"fields": unseen[0].log_fields}
+            "a save's file lies below no save root that the service has now: its record stays open",
+            extra={"fields": unreachable[0].log_fields},
         )
-        return Recovered(0, 0)
-    files = {record.id: file for record in unfinished if (file := _look(roots, record)) is not None}
-    if stored.group.mode == "all_or_nothing" and not _all_there(stored, files):
+        return RecoveryResult(0, 0)
+    files = {record.id: file for record in unfinished if (file := _completable_file(roots, record)) is not None}
+    if stored.group.mode == "all_or_nothing" and not _all_published(stored, files):
         files = {}
     for record in unfinished:
-        _settle_files(roots, record, registry.service_id, keep=record.id in files)
+        _clean_up_files(roots, record, registry.service_id, keep=record.id in files)
     registry.end({record.id: _outcome(files.get(record.id)) for record in unfinished}).result()
-    return Recovered(completed=len(files), failed=len(unfinished) - len(files))
+    return RecoveryResult(completed=len(files), failed=len(unfinished) - len(files))
 
 
-def _all_there(stored: StoredGroup, files: Mapping[str, PublishedFile]) -> bool:
+def _all_published(stored: StoredGroup, files: Mapping[str, PublishedFile]) -> bool:
     return stored.whole and all(record.id in files or record.status == "completed" for record in stored.saves)
 
 
@@ -74,7 +75,7 @@ def _outcome(file: PublishedFile | None) -> dict[str, Any]:
     return {"status": "failed", "error_code": "interrupted", "error_message": "the service ended before the file was published"}
 
 
-def _look(roots: SaveRoots, record: SaveRecord) -> PublishedFile | None:
+def _completable_file(roots: SaveRoots, record: SaveRecord) -> PublishedFile | None:
     """The published file of a save that can be completed. Changes nothing."""
     with _located(roots, record) as target:
         fd = None if target is None else _open(target)
@@ -87,13 +88,13 @@ def _look(roots: SaveRoots, record: SaveRecord) -> PublishedFile | None:
     return None if file is None or not file.whole or record.awaits_output else file
 
 
-def _settle_files(roots: SaveRoots, record: SaveRecord, service_id: str, *, keep: bool) -> None:
+def _clean_up_files(roots: SaveRoots, record: SaveRecord, service_id: str, *, keep: bool) -> None:
     """Removes what a save has left, its published file too unless that is to be kept."""
     with _located(roots, record) as target:
         if target is None:
             return
         if not keep:
-            _take_back(target, record)
+            _remove_published(target, record)
         remove_unlocked(target.directory_fd, part_name(record.id))
         # Where a file stands under the name, the lock file is for its client to remove, and so is one that others have made.
         remove_own_lock(target.directory_fd, target.name, service_id)
@@ -131,7 +132,7 @@ def _own_file(fd: int, record: SaveRecord) -> PublishedFile | None:
     return file if file is not None and file.save_id == record.id else None
 
 
-def _take_back(target: OpenTarget, record: SaveRecord) -> None:
+def _remove_published(target: OpenTarget, record: SaveRecord) -> None:
     """Of three kinds of files: one that a power cut has shortened, which was published without being synced and which nobody may take for
     a whole one; one whose text was lost in the crash, which the next request with its key computes again; and one whose group is not
     complete. The lock file that was left for its client goes with it: it bears no mark any more.

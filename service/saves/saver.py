@@ -33,11 +33,11 @@ from service.threads import Pool, Threads
 
 log = logging.getLogger(__name__)
 
-COMMIT_SECONDS = 15.0
+COMMIT_TIMEOUT_SECONDS = 15.0
 """How long the commit of an end is tried again. Each attempt may wait for a locked database for some seconds more."""
-PAUSE_SECONDS = 0.1
+FIRST_RETRY_SECONDS = 0.1
 """Between two attempts; it doubles."""
-LAST_SECONDS = 30.0
+SHUTDOWN_TIMEOUT_SECONDS = 30.0
 """How long the end of the service waits for file removals and commits that are under way."""
 
 
@@ -86,7 +86,7 @@ class Saver:
         deletions = (asyncio.wrap_future(self.registry.delete(save.id)) for save in group.saves)
         outcomes = await asyncio.gather(*deletions, return_exceptions=True)
         for error in {str(outcome): outcome for outcome in outcomes if isinstance(outcome, BaseException)}.values():
-            log.error("records of a refused request could not be deleted", exc_info=error)
+            log.error("records of a rejected request could not be deleted", exc_info=error)
         self._forget(group)
 
     def find(self, group_id: str) -> SaveGroup | None:
@@ -129,10 +129,10 @@ class Saver:
         return self.threads.disk(self.roots.root_of(record.hidden_states_path)).removals
 
     def fail_all(self, message: str) -> None:
-        """The engine has gone: whoever still waits for a save is told so."""
+        """The engine has died: fails every save that has not ended."""
         for group in list(self._groups.values()):
             for save in group.saves:
-                group.heard(SaveEvent(save.id, "failed", error=SaveError("engine_error", message)))
+                group.on_save_event(SaveEvent(save.id, "failed", error=SaveError("engine_error", message)))
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Runs work that the end of the service waits for."""
@@ -142,12 +142,12 @@ class Saver:
         return task
 
     def stop_retrying(self) -> None:
-        """The service ends: what is to be committed is tried once."""
+        """The service shuts down: commits are attempted once."""
         self._closing.set()
 
-    async def settle(self) -> None:
-        """Waits for what is under way, but not for ever: what a disk or a registry keeps from its end is left to the next start."""
-        deadline = self.loop.time() + LAST_SECONDS
+    async def wait_idle(self) -> None:
+        """Waits for tasks that are running, up to a timeout; the next start recovers what a disk or the registry holds up longer."""
+        deadline = self.loop.time() + SHUTDOWN_TIMEOUT_SECONDS
         while self._tasks and self.loop.time() < deadline:
             await asyncio.wait(self._tasks, timeout=deadline - self.loop.time())
         if self._tasks:
@@ -156,10 +156,10 @@ class Saver:
     # For the engine.
 
     def on_event(self, event: SaveEvent) -> None:
-        """Events of one save arrive in order, and in that order its group hears them."""
+        """Events of one save arrive in order, and its group gets them in that order."""
         group = self._by_save.get(event.save_id)
         if group is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(group.heard, event)
+            self.loop.call_soon_threadsafe(group.on_save_event, event)
 
     # For groups.
 
@@ -168,13 +168,13 @@ class Saver:
         self.registry.update(save.id, **changes).add_done_callback(failed)
 
     async def commit(self, changes: Mapping[str, Mapping[str, Any]]) -> Sequence[SaveRecord] | None:
-        deadline, pause = self.loop.time() + COMMIT_SECONDS, PAUSE_SECONDS
+        deadline, pause = self.loop.time() + COMMIT_TIMEOUT_SECONDS, FIRST_RETRY_SECONDS
         while True:
             try:
                 return await asyncio.wrap_future(self.registry.end(changes))
             except Exception as error:
                 if not isinstance(error, ServiceError) or self._closing.is_set() or self.loop.time() + pause > deadline:
-                    log.error("the end of saves could not be recorded: %s", ", ".join(changes), exc_info=error)
+                    log.error("the final status of saves could not be committed: %s", ", ".join(changes), exc_info=error)
                     return None
             await self._pause(pause)
             pause *= 2
@@ -184,8 +184,8 @@ class Saver:
         published = replace(save.record, bytes=save.file.bytes, device=save.file.device, inode=save.file.inode)
         try:
             await self.removals(published).run(published.owner, remove_saved, self.roots, published, lock_files=self.lock_files)
-        except Exception:  # Whoever waits must be told all the same.
-            log.exception("the file of a save can't be taken back", extra={"fields": save.record.log_fields})
+        except Exception:  # The waiting requests must be answered nevertheless.
+            log.exception("the published file of a save that failed can't be removed", extra={"fields": save.record.log_fields})
 
     def abort(self, save: LiveSave) -> None:
         if self.engine is not None and save.engine_id:
@@ -214,4 +214,4 @@ class Saver:
     def _finished(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("work on a save has failed", exc_info=task.exception())
+            log.error("a background task of a save failed", exc_info=task.exception())

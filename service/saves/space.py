@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 LARGEST_DEFAULT_RESERVE = 2**30
 DEFAULT_RESERVE_PART = 20
 """One part in so many of a file system is kept free, unless set: 5 %."""
-NEAR = 1.25
-"""Free space below this many times the reserve is worth a line in the log."""
-QUIET_SECONDS = 60.0
+LOW_SPACE_FACTOR = 1.25
+"""Free space below this many times the reserve is logged as a warning."""
+LOG_INTERVAL_SECONDS = 60.0
 """Between two lines about the same disk."""
 
 
@@ -69,7 +69,7 @@ async def _no_recount() -> None:
 
 
 class Space:
-    """Used on the event loop, but for `look`."""
+    """Used on the event loop, but for `refresh`."""
 
     def __init__(
         self, registry: Registry, roots: SaveRoots, *, max_saved_bytes: int | None = None, min_free_bytes: int | None = None
@@ -86,9 +86,9 @@ class Space:
         self._reservations: dict[str, _Reservation] = {}
         self._reserved: Counter[int] = Counter()
         """Bytes by device."""
-        self._landed: Counter[int] = Counter()
+        self._released: Counter[int] = Counter()
         """Bytes of reservations that have ended, by device: figures that were read before that may lack them. Only grows."""
-        self._quiet_until: dict[str, float] = {}
+        self._next_log_at: dict[str, float] = {}
         self._saved_bytes = 0
 
     @property
@@ -115,11 +115,11 @@ class Space:
             await self._reserve(needs, written, run)
 
     async def _reserve(self, needs: Sequence[Need], written: Callable[[str], int], run: Runner) -> None:
-        landed = self._landed.copy()
+        released = self._released.copy()
         disks: list[Disk] = await run(self._disks_of, needs)
         used = 0 if self.max_saved_bytes is None else await asyncio.wrap_future(self._registry.used_bytes())
-        # From here on nothing else runs. What has landed meanwhile may be missing in the figures that were read.
-        since = self._landed - landed
+        # No `await` below: nothing else runs. Reservations released meanwhile may be missing in the figures that were read.
+        since = self._released - released
         self._check_quota(used + since.total(), sum(need.bytes for need in needs))
         for disk in set(disks):
             self._check_disk(disk, sum(need.bytes for need, other in zip(needs, disks, strict=True) if other == disk), since, written)
@@ -132,9 +132,9 @@ class Space:
         reservation = self._reservations.pop(save_id, None)
         if reservation is not None:
             self._reserved[reservation.device] -= reservation.bytes
-            self._landed[reservation.device] += reservation.bytes
+            self._released[reservation.device] += reservation.bytes
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Reads how much is saved, and for `disks` how much is free below every root, and says so where that comes near the reserve.
 
         Waits for the registry and for the disks.
@@ -144,13 +144,13 @@ class Space:
             try:
                 disk = self._disk(root.fd)
             except OSError as error:
-                self._say(root.path, f"the free space of {root.path} can't be read: {error.strerror}")
+                self._log_rate_limited(root.path, f"the free space of {root.path} can't be read: {error.strerror}")
                 continue
             self.disks[root.path] = disk
             left = disk.free - self._reserved[disk.device]
-            if left < NEAR * disk.reserve:
+            if left < LOW_SPACE_FACTOR * disk.reserve:
                 free, reserve = format_size(max(0, left)), format_size(disk.reserve)
-                self._say(
+                self._log_rate_limited(
                     root.path, f"the disk of {root.path} is nearly full: {free} are free, saves that need the last {reserve} are refused"
                 )
 
@@ -176,7 +176,7 @@ class Space:
         if self.max_saved_bytes is None or used + self.reserved_bytes + needed <= self.max_saved_bytes:
             return
         taken = f"{used} bytes are saved and {self.reserved_bytes} reserved for running saves"
-        self._say("quota", f"a request was refused: {taken} of {self.max_saved_bytes}")
+        self._log_rate_limited("quota", f"a request was refused: {taken} of {self.max_saved_bytes}")
         raise QuotaExceeded(f"the request may need {needed} bytes; {taken} of the {self.max_saved_bytes} that may be saved")
 
     def _check_disk(self, disk: Disk, needed: int, since: Counter[int], written: Callable[[str], int]) -> None:
@@ -190,7 +190,7 @@ class Space:
         left = free - self._outstanding(disk.device, written)
         if left - needed >= disk.reserve:
             return
-        self._say(
+        self._log_rate_limited(
             f"device {disk.device}", f"a request was refused: it may need {format_size(needed)}, {format_size(max(0, left))} are free"
         )
         raise DiskFull(f"the request may need {needed} bytes; the disk has {max(0, left)} left, of which {disk.reserve} are kept free")
@@ -199,9 +199,9 @@ class Space:
         here = [(save_id, reservation.bytes) for save_id, reservation in self._reservations.items() if reservation.device == device]
         return sum(max(0, size - written(save_id)) for save_id, size in here)
 
-    def _say(self, subject: str, line: str) -> None:
-        """A warning, unless there was one on the same subject a moment ago."""
+    def _log_rate_limited(self, subject: str, line: str) -> None:
+        """Logs a warning, at most one per subject and `LOG_INTERVAL_SECONDS`."""
         now = time.monotonic()
-        if now >= self._quiet_until.get(subject, now):
-            self._quiet_until[subject] = now + QUIET_SECONDS
+        if now >= self._next_log_at.get(subject, now):
+            self._next_log_at[subject] = now + LOG_INTERVAL_SECONDS
             log.warning("%s", line)

@@ -165,7 +165,7 @@ class Targets:
         try:
             return LockFile.acquire(target.directory_fd, target.name, self._umask, self._owner)
         except LockBusy as error:
-            raise PathConflict("the file's lock is held by somebody else", param=PARAM) from error
+            raise PathConflict("the file is locked by another process", param=PARAM) from error
 
     def _forget(self, key: FileKey) -> None:
         with self._mutex:

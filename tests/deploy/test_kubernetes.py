@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from service.config.settings import ENV_PREFIX, Settings, load_settings
-from service.http.server import LAST_ANSWERS_SECONDS
+from service.http.server import LAST_RESPONSES_SECONDS
 from service.saves.paths.protected import check_roots
 from tests.deploy.monitoring import DEPLOY, PROMETHEUS
 
@@ -217,7 +217,7 @@ def test_a_pod_has_time_to_drain_before_it_is_killed(manifests: Manifests) -> No
     _, pause = manifests.container["lifecycle"]["preStop"]["exec"]["command"]
     grace = manifests.pod["spec"]["terminationGracePeriodSeconds"]
     assert grace == drain + MARGIN_SECONDS
-    assert float(pause) + drain + LAST_ANSWERS_SECONDS < grace
+    assert float(pause) + drain + LAST_RESPONSES_SECONDS < grace
 
 
 def test_two_pods_never_share_a_state_directory(manifests: Manifests) -> None:

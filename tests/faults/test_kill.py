@@ -36,7 +36,7 @@ from tests.http.child import RUN
 KILLS = number_from_environment("STRATA_TEST_KILLS", 8)
 NUM_CLIENTS = 6
 MOST_ANSWERS = 24
-LONGEST_DELAY_SECONDS = 0.05
+MAX_DELAY_SECONDS = 0.05
 Body = dict[str, Any]
 
 
@@ -230,7 +230,7 @@ def test_a_kill_at_any_moment_loses_and_tears_nothing(
             with running(arguments) as child:
                 statuses = check_promises(child, ledger, root, state)
                 repeat_unanswered(child, ledger)
-                kill_under_load(child, ledger, moments.randint(0, MOST_ANSWERS), moments.uniform(0.0, LONGEST_DELAY_SECONDS), number)
+                kill_under_load(child, ledger, moments.randint(0, MOST_ANSWERS), moments.uniform(0.0, MAX_DELAY_SECONDS), number)
     with running(arguments) as child:
         ledger.new = list(ledger.saves)
         statuses = check_promises(child, ledger, root, state)

@@ -20,9 +20,9 @@ from safetensors.numpy import save
 
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
-from service.saves.orphans import clean_parts, remove_unlocked
+from service.saves.orphans import remove_orphaned_files, remove_unlocked
 from service.saves.paths.roots import SaveRoots
-from service.saves.recovery import Recovered, recover
+from service.saves.recovery import RecoveryResult, recover
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAVE_ID = "0123456789abcdef0123456789abcdef"
@@ -88,7 +88,7 @@ def states(save_id: str = SAVE_ID) -> bytes:
 
 
 def expect_interrupted(world: World) -> None:
-    assert recover(world.registry, world.roots) == Recovered(completed=0, failed=1)
+    assert recover(world.registry, world.roots) == RecoveryResult(completed=0, failed=1)
     record = world.outcome()
     assert (record.status, record.error_code) == ("failed", "interrupted")
     assert record.finished is not None
@@ -99,7 +99,7 @@ def test_a_file_that_was_published_before_the_crash_completes_its_record(world: 
     world.crash(ttl_seconds=60.0)
     world.file.write_bytes(states())
     world.lock.touch()
-    assert recover(world.registry, world.roots) == Recovered(completed=1, failed=0)
+    assert recover(world.registry, world.roots) == RecoveryResult(completed=1, failed=0)
     record, status = world.outcome(), world.file.stat()
     assert (record.status, record.shape, record.num_tokens, record.bytes) == ("completed", (5, 2, 8), 7, status.st_size)
     assert (record.device, record.inode) == (status.st_dev, status.st_ino)
@@ -129,7 +129,7 @@ def test_a_save_that_was_not_published_is_failed_and_leaves_nothing(world: World
 def test_records_that_had_ended_and_their_files_stay_as_they_are(world: World) -> None:
     record = world.crash(status="completed", finished=2.0)
     world.lock.touch()
-    assert recover(world.registry, world.roots) == Recovered(completed=0, failed=0)
+    assert recover(world.registry, world.roots) == RecoveryResult(completed=0, failed=0)
     assert world.outcome() == record
     assert world.lock.exists()
 
@@ -139,7 +139,7 @@ def test_recovering_twice_changes_nothing_more(world: World) -> None:
     world.file.write_bytes(states())
     recover(world.registry, world.roots)
     before = world.outcome()
-    assert recover(world.registry, world.roots) == Recovered(completed=0, failed=0)
+    assert recover(world.registry, world.roots) == RecoveryResult(completed=0, failed=0)
     assert world.outcome() == before
 
 
@@ -172,7 +172,7 @@ def test_a_lock_file_that_the_service_has_not_made_is_left(world: World, content
     world.crash()
     world.lock.write_text(content)
     expect_interrupted(world)
-    assert clean_parts(world.roots, owner=world.registry.service_id, now=time.time() + MUCH_LATER) == 0
+    assert remove_orphaned_files(world.roots, owner=world.registry.service_id, now=time.time() + MUCH_LATER) == 0
     assert world.lock.read_text() == content
 
 
@@ -189,8 +189,8 @@ def test_a_lock_file_without_a_record_is_removed_where_the_service_has_made_it_a
         lock.write_text(content)
     with held.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert clean_parts(world.roots) == 0
-        assert clean_parts(world.roots, owner=world.registry.service_id) == 1
+        assert remove_orphaned_files(world.roots) == 0
+        assert remove_orphaned_files(world.roots, owner=world.registry.service_id) == 1
     assert not orphan.exists()
     assert [lock for lock in (held, published, linked, *foreign, world.base / "outside/secret.lock") if not lock.exists()] == []
 
@@ -201,7 +201,7 @@ def test_the_lock_of_others_is_not_taken_even_for_a_moment(world: World, monkeyp
 
     world.lock.write_text(f"strata {OTHER_ID}\n")
     monkeypatch.setattr(fcntl, "flock", taken)
-    assert clean_parts(world.roots, owner=world.registry.service_id) == 0
+    assert remove_orphaned_files(world.roots, owner=world.registry.service_id) == 0
 
 
 def test_a_file_that_is_published_before_the_lock_is_had_keeps_its_lock_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_a_file_that_is_published_before_the_lock_is_had_keeps_its_lock_file(wor
         flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", publish_then_lock)
-    assert clean_parts(world.roots, owner=world.registry.service_id) == 0
+    assert remove_orphaned_files(world.roots, owner=world.registry.service_id) == 0
     assert world.lock.exists()
 
 
@@ -245,7 +245,7 @@ def test_a_file_is_kept_only_with_the_text_that_its_record_was_to_carry(world: W
     else:
         world.leave_lock()
     if kept:
-        assert recover(world.registry, world.roots) == Recovered(completed=1, failed=0)
+        assert recover(world.registry, world.roots) == RecoveryResult(completed=1, failed=0)
     else:
         expect_interrupted(world)
     assert (world.file.exists(), world.lock.exists()) == (kept, kept)
@@ -333,7 +333,7 @@ def test_a_directory_that_has_gone_fails_the_save(world: World) -> None:
 
 def test_a_file_below_no_save_root_keeps_its_record_open(world: World, caplog: pytest.LogCaptureFixture) -> None:
     record = world.crash(hidden_states_path=str(world.base / "outside/x"))
-    assert recover(world.registry, world.roots) == Recovered(completed=0, failed=0)
+    assert recover(world.registry, world.roots) == RecoveryResult(completed=0, failed=0)
     assert world.outcome() == record
     assert [vars(line)["fields"]["save_id"] for line in caplog.records if "its record stays open" in line.getMessage()] == [SAVE_ID]
 
@@ -360,17 +360,17 @@ def test_only_old_unlocked_temporary_files_of_ours_are_cleaned(world: World) -> 
     held = world.root / f".{'b' * 32}.part"
     with held.open("wb") as part:
         fcntl.flock(part, fcntl.LOCK_EX)
-        assert clean_parts(world.roots, now=time.time() + MUCH_LATER) == len(gone)
+        assert remove_orphaned_files(world.roots, now=time.time() + MUCH_LATER) == len(gone)
         assert held.exists()
     assert [path for path in gone if path.exists()] == []
     assert [path for path in (*kept, link) if not os.path.lexists(path)] == []
-    assert clean_parts(world.roots, now=time.time() + MUCH_LATER) == 1  # The one that is no longer held.
+    assert remove_orphaned_files(world.roots, now=time.time() + MUCH_LATER) == 1  # The one that is no longer held.
 
 
 def test_a_temporary_file_that_is_a_moment_old_may_still_be_locked_by_its_writer(world: World) -> None:
     world.part.touch()
     os.utime(world.part, (0, 0))  # Restored from somewhere: the inode is new all the same.
-    assert clean_parts(world.roots) == 0
+    assert remove_orphaned_files(world.roots) == 0
     assert world.part.exists()
 
 
@@ -378,7 +378,7 @@ def test_a_root_inside_another_is_cleaned_once(tmp_path: Path) -> None:
     roots = SaveRoots([str(tmp_path / "outer"), str(tmp_path / "outer/inner")])
     for directory in ("outer", "outer/inner"):
         (tmp_path / directory / f".{SAVE_ID}.part").touch()
-    assert clean_parts(roots, now=time.time() + MUCH_LATER) == 2
+    assert remove_orphaned_files(roots, now=time.time() + MUCH_LATER) == 2
     roots.close()
 
 
@@ -407,7 +407,7 @@ def test_without_file_locks_only_what_is_known_to_be_ours_is_removed(world: Worl
     stray = world.root / f"dir/.{OTHER_ID}.part"
     stray.touch()
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert clean_parts(world.roots, now=time.time() + MUCH_LATER) == 0
+    assert remove_orphaned_files(world.roots, now=time.time() + MUCH_LATER) == 0
     expect_interrupted(world)
     assert stray.exists()
 
@@ -456,7 +456,7 @@ def test_a_killed_service_leaves_whole_files_and_nothing_else(world: World) -> N
     assert len(list((world.root / "new").glob(".*.part"))) == 4
 
     registry = Registry(world.base / "state")
-    assert recover(registry, world.roots) == Recovered(completed=4, failed=4)
+    assert recover(registry, world.roots) == RecoveryResult(completed=4, failed=4)
     by_status = {status: {int(record.id, 16) for record in registry.list(status=status).result()} for status in ("completed", "failed")}
     registry.close()
     assert by_status == {"completed": {1, 3, 5, 7}, "failed": {0, 2, 4, 6}}

@@ -21,8 +21,8 @@ from tests.http.child import RUN
 RETRIES = 32
 CLEANS_AT_ONCE = """
 from service.saves import reaper
-clean_parts = reaper.clean_parts
-reaper.clean_parts = lambda *arguments, **options: clean_parts(*arguments, **options | {"min_age_seconds": -60.0})
+remove_orphaned_files = reaper.remove_orphaned_files
+reaper.remove_orphaned_files = lambda *arguments, **options: remove_orphaned_files(*arguments, **options | {"min_age_seconds": -60.0})
 """
 """A service that takes temporary files of any age for old ones."""
 BROKEN = """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import OpenAI
 
-from service.http.answers import stream
+from service.http.responses import stream
 
 if TYPE_CHECKING:
     from tests.http.conftest import Service

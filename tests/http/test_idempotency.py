@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine.saves import builder
-from engine.saves.patience import Patience
+from engine.saves.retry import RetryPolicy
 from service.saves.targets import Targets
 from tests.http.gate import Gate
 
@@ -42,7 +42,7 @@ def fail_publication(monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
         publish(*arguments, **options)
 
     monkeypatch.setattr(builder, "publish_file", full)
-    monkeypatch.setattr(builder, "Patience", lambda seconds: Patience(0.0))
+    monkeypatch.setattr(builder, "RetryPolicy", lambda seconds: RetryPolicy(0.0))
 
 
 def computed_tokens(service: Service) -> int:

@@ -163,7 +163,7 @@ def test_bytes_that_are_no_request_leave_a_line_too(verbose: Logged) -> None:
     with connected(verbose) as connection:
         connection.sendall(b"\x16\x03\x01\x00\x05hello\r\n\r\n")
         assert b"400" in connection.recv(100)
-    line = verbose.of(None, "refused what a client sent: this is not a valid HTTP/1.1 request")
+    line = verbose.of(None, "rejected a malformed request: this is not a valid HTTP/1.1 request")
     assert (line["status"], line["client"]) == (400, "127.0.0.1")
 
 

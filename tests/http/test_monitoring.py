@@ -109,7 +109,7 @@ def test_a_save_whose_end_can_not_be_recorded_has_failed(service: Service, monke
         return failed
 
     monkeypatch.setattr(Registry, "end", fail)
-    monkeypatch.setattr("service.saves.saver.COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr("service.saves.saver.COMMIT_TIMEOUT_SECONDS", 0.0)
     service.refused(500, kv_transfer_params={})
     assert growth(service, before) == {"strata_saves_total{outcome=failed}": 1, "strata_save_failures_total{code=io_error}": 1}
 

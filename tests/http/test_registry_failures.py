@@ -88,7 +88,7 @@ def test_a_commit_that_fails_for_a_while_only_delays_the_answer(
 def test_where_the_registry_stays_locked_the_file_is_taken_back_and_the_record_ends(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transactions: Transactions, n: int
 ) -> None:
-    monkeypatch.setattr(saver, "COMMIT_SECONDS", 0.1)
+    monkeypatch.setattr(saver, "COMMIT_TIMEOUT_SECONDS", 0.1)
     with services.run() as running, ThreadPoolExecutor(1) as pool, PublishingGate(monkeypatch) as gate:
         answer = pool.submit(running.refused, 500, n=n, kv_transfer_params={"idempotency_key": "locked"})
         gate.reached.wait()
@@ -106,7 +106,7 @@ def test_where_the_registry_stays_locked_the_file_is_taken_back_and_the_record_e
 def test_the_key_of_a_save_whose_end_could_not_be_recorded_can_be_used_again(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transactions: Transactions
 ) -> None:
-    monkeypatch.setattr(saver, "COMMIT_SECONDS", 0.1)
+    monkeypatch.setattr(saver, "COMMIT_TIMEOUT_SECONDS", 0.1)
     body = {"kv_transfer_params": {"idempotency_key": "locked", "hidden_states_path": "x.safetensors"}}
     with services.run() as running, ThreadPoolExecutor(1) as pool, PublishingGate(monkeypatch) as gate:
         answer = pool.submit(running.refused, 500, **body)
@@ -120,7 +120,7 @@ def test_the_key_of_a_save_whose_end_could_not_be_recorded_can_be_used_again(
 def test_a_record_whose_end_could_not_be_recorded_ends_by_itself(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transactions: Transactions
 ) -> None:
-    monkeypatch.setattr(saver, "COMMIT_SECONDS", 0.1)
+    monkeypatch.setattr(saver, "COMMIT_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(reaper, "RETRY_SECONDS", 0.01)
     with services.run() as running, ThreadPoolExecutor(1) as pool, PublishingGate(monkeypatch) as gate:
         answer = pool.submit(running.refused, 500, kv_transfer_params={})

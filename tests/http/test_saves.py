@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine.saves import builder
-from engine.saves.patience import Patience
+from engine.saves.retry import RetryPolicy
 from tests.http.gate import PublishingGate
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def fail_publication(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
     monkeypatch.setattr(builder, "publish_file", full_once)
     # A full disk is tried again for some seconds; here it has failed for good.
-    monkeypatch.setattr(builder, "Patience", lambda seconds: Patience(0.0))
+    monkeypatch.setattr(builder, "RetryPolicy", lambda seconds: RetryPolicy(0.0))
 
 
 def transfer_of(answer: dict[str, Any]) -> dict[str, Any]:

@@ -103,13 +103,13 @@ def test_a_signal_while_a_model_is_fetched_leaves_no_process_and_no_part_of_it(s
 
 def test_a_service_is_ready_while_orphans_are_looked_for(services: Services, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gate = Gate()
-    leftovers = orphans._leftovers_below
+    leftovers = orphans._orphans_below
 
     def late(*arguments: object) -> object:
         gate.pass_through()
         return leftovers(*arguments)  # type: ignore[arg-type]  # as they came
 
-    monkeypatch.setattr(orphans, "_leftovers_below", late)
+    monkeypatch.setattr(orphans, "_orphans_below", late)
     orphan = tmp_path / f"saves/.{'0' * 32}.part"
     orphan.parent.mkdir()
     orphan.touch()
@@ -130,7 +130,7 @@ def test_a_cleaning_at_the_start_leaves_a_save_that_runs_alone(
 ) -> None:
     """Even where its temporary file counts as old."""
     gate, cleaned = Gate(), threading.Event()
-    clean = orphans.clean_parts
+    clean = orphans.remove_orphaned_files
 
     def late(*arguments: object, **options: object) -> int:
         gate.pass_through()
@@ -138,7 +138,7 @@ def test_a_cleaning_at_the_start_leaves_a_save_that_runs_alone(
         cleaned.set()
         return removed
 
-    monkeypatch.setattr("service.saves.reaper.clean_parts", late)
+    monkeypatch.setattr("service.saves.reaper.remove_orphaned_files", late)
     with services.run() as service, gate:
         params = {"include_output_tokens": True, "wait": "accepted"}
         save_id = service.complete(max_tokens=60, ignore_eos=True, kv_transfer_params=params).json()["kv_transfer_params"]["save_id"]

@@ -18,14 +18,14 @@ class DeferredCopy:
     target: torch.Tensor
     source: torch.Tensor
 
-    def passed(self) -> bool:
+    def done(self) -> bool:
         return self not in self.stream.pending
 
     def wait(self) -> None:
         if not self.target.dtype.is_floating_point:
             self.stream.lose_tokens()
-        self.stream.num_waits += not self.passed()
-        while not self.passed():
+        self.stream.num_waits += not self.done()
+        while not self.done():
             self.stream.advance()
 
 

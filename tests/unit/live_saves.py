@@ -106,4 +106,4 @@ def make_group(num_saves: int, mode: GroupMode, *, awaits_text: bool = False) ->
 
 def publish(group: SaveGroup, owner: FakeOwner, save: LiveSave) -> None:
     owner.files.add(save.id)
-    group.heard(event(save, "completed"))
+    group.on_save_event(event(save, "completed"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.attention.facade import FixedShape, GraphBackend, GroupCache, RefillableContext
 from engine.attention.index import plan_group
-from engine.attention.transfer import KeptArray
+from engine.attention.transfer import StaticArray
 from tests.unit.attention_simulation import CPU, ints, rows_of
 from tests.unit.decode_bench import make_backend
 from tests.unit.paged_kernels import Operations
@@ -77,7 +77,7 @@ def test_flashinfer_sends_what_moves_behind_the_first_change() -> None:
 @settings(deadline=None)
 @given(arrays=st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=12))
 def test_a_kept_array_is_sent_from_its_first_to_its_last_difference(arrays: list[list[int]]) -> None:
-    kept, before = KeptArray(8, CPU), [0] * 8
+    kept, before = StaticArray(8, CPU), [0] * 8
     address = kept.update(np.zeros(8, np.int32)).data_ptr()
     for numbers in arrays:
         with Operations() as operations:
@@ -91,4 +91,4 @@ def test_a_kept_array_is_sent_from_its_first_to_its_last_difference(arrays: list
 
 def test_a_kept_array_has_the_shape_of_what_it_was_given() -> None:
     table = np.arange(6, dtype=np.int32).reshape(2, 3)
-    assert KeptArray(9, CPU).update(table).tolist() == table.tolist()
+    assert StaticArray(9, CPU).update(table).tolist() == table.tolist()

@@ -7,7 +7,7 @@ import torch
 
 from engine.cache.chain import HashChain
 from engine.cache.states import StateStore
-from engine.capture.held_pages import pages_reserved
+from engine.capture.page_table import pages_reserved
 from engine.capture.row_capture import CapturePlan, RowCapture
 from engine.capture.sink import Landing
 from engine.errors import SaveError
@@ -327,7 +327,7 @@ def test_complete_pages_are_taken_from_the_cache_and_their_rows_written_to_the_f
     assert second.hit_limit(18, 18) == 16, "the last block isn't full"
     second.start()
     assert second.adopt(16, 18) == 16
-    second.hand_over()
+    second.submit_rows()
     assert written(second) == {position: [100.0 + position] for position in range(16)}
     assert second.captured_end == 16
 
@@ -469,11 +469,11 @@ def test_rows_of_a_landing_that_is_asked_late_go_to_the_writer_all_the_same() ->
     compute(capture, 0, 8, landing)
     assert capture.in_flight
     assert (capture.captured_end, capture.landed_end) == (8, 0)
-    capture.settle()
+    capture.process_landed()
     assert written(capture) == {}
     landing.landed = True
     assert written(capture) == {}, "nobody has asked"
-    capture.settle()
+    capture.process_landed()
     assert not capture.in_flight
     assert written(capture) == expected(list(range(8)))
 
@@ -485,7 +485,7 @@ def test_a_landing_that_landed_before_its_step_was_committed_is_not_lost() -> No
     plan = launch(capture, 0, 8)
     landing.landed = True
     capture.commit(plan, landing)
-    capture.hand_over()
+    capture.submit_rows()
     assert not capture.in_flight
     assert written(capture) == expected(list(range(8)))
 
@@ -496,10 +496,10 @@ def test_rows_that_landed_wait_for_those_before_them() -> None:
     capture.start()
     compute(capture, 0, 5, first)
     compute(capture, 5, 12, second)
-    capture.settle()
+    capture.process_landed()
     assert written(capture) == {}
     first.landed = True
-    capture.settle()
+    capture.process_landed()
     assert written(capture) == expected(list(range(12)))
 
 
@@ -510,7 +510,7 @@ def test_blocks_are_offered_to_others_once_their_rows_have_landed() -> None:
     compute(capture, 0, 8, landing)
     assert setup.capture().hit_limit(20, 20) == 0
     landing.landed = True
-    capture.settle()
+    capture.process_landed()
     assert setup.capture().hit_limit(20, 20) == 8
 
 
@@ -522,7 +522,7 @@ def test_a_file_is_completed_when_its_last_rows_have_landed() -> None:
     capture.finish(TOKENS[:6], 6, 6)
     assert capture.job.end is None
     landing.landed = True
-    capture.settle()
+    capture.process_landed()
     assert capture.job.end is not None
     assert written(capture) == expected(list(range(6)))
     assert setup.referenced == 0
@@ -536,7 +536,7 @@ def test_rows_of_a_preempted_request_go_to_the_writer_when_they_land_though_thei
     capture.pause()
     assert setup.referenced == 4
     landing.landed = True
-    capture.settle()
+    capture.process_landed()
     assert written(capture) == expected(list(range(6)))
     assert setup.referenced == 0
 
@@ -551,7 +551,7 @@ def test_a_preempted_request_that_runs_again_before_its_rows_have_landed_goes_on
     compute(capture, 0, 8)
     assert written(capture) == {}
     landing.landed = True
-    capture.settle()
+    capture.process_landed()
     capture.finish(TOKENS[:8], 8, 8)
     assert written(capture) == expected(list(range(8)))
     assert setup.referenced == 0
@@ -565,7 +565,7 @@ def test_rows_of_a_cancelled_capture_that_land_afterwards_are_nobody_s() -> None
     capture.finish(TOKENS[:8], 8, 8)
     capture.cancel(SaveError("cancelled", "the request was aborted"))
     landing.landed = True
-    capture.settle()
+    capture.process_landed()
     assert capture.job.end is None
     assert written(capture) == {}
     assert setup.referenced == 0

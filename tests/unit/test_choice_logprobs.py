@@ -12,7 +12,7 @@ import numpy as np
 from engine.request import EngineRequest, SamplingParams, TokenLogprobs
 from engine.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens
 from service.engine_events import Update
-from service.requests.choice import Choice, Delta, Finished, Reports
+from service.requests.choice import Choice, ChoiceResult, Delta, Reports
 from service.text.choice_text import ChoiceText, TokenNames, echo_of, logprobs_object
 from service.text.prompts import PreparedPrompt
 
@@ -50,7 +50,7 @@ def test_an_update_that_is_still_held_does_not_hold_the_prompts_arrays() -> None
 
 
 def test_a_growing_answer_does_not_copy_what_it_has() -> None:
-    choice, finished = echoing_choice(), Finished()
+    choice, finished = echoing_choice(), ChoiceResult()
     finished.add(choice.advance(sampled(7, prompt_logprobs=prompt_scores())))
     assert finished.logprobs is not None
     lists = {name: id(values) for name, values in finished.logprobs.items()}

@@ -194,6 +194,6 @@ def test_a_row_that_cannot_be_sampled_fails_its_request_alone() -> None:
 
 def test_blocks_that_are_held_by_nobody_known_are_noticed() -> None:
     bench = Bench()
-    bench.kv.groups[0].pool.take(1)
+    bench.kv.groups[0].pool.allocate(1)
     with pytest.raises(AssertionError, match="no request is left"):
         bench.core.check_integrity()

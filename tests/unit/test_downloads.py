@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.http.downloads import PIECE_BYTES, FileAnswer, SavedContent
+from service.http.downloads import PIECE_BYTES, SavedContent, SavedFileResponse
 from service.http.ranges import Span, Validators
 from service.shares import Shares
 from service.threads import Pool
@@ -42,7 +42,7 @@ def run(path: Path, readers: Pool, take: Callable[[Message], Awaitable[None]], g
         await (gone or asyncio.Event()).wait()
         return {"type": "http.disconnect"}
 
-    asyncio.run(FileAnswer(content, Span(5, SIZE), readers, head=False)({"type": "http"}, receive, take))
+    asyncio.run(SavedFileResponse(content, Span(5, SIZE), readers, head=False)({"type": "http"}, receive, take))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     return fd

@@ -202,7 +202,7 @@ OWN_CODE: list[tuple[type, str]] = [
     (Scheduler, "add"),
     (Scheduler, "remove"),
     (RowCapture, "commit"),
-    (RowCapture, "hand_over"),
+    (RowCapture, "submit_rows"),
     (RowCapture, "finish"),
     (RowCapture, "cancel"),
     (EngineCore, "_end_failed_saves"),
@@ -239,7 +239,7 @@ def test_blocks_that_nobody_holds_end_an_idle_engine(start: Start, monkeypatch: 
     engine, recorder = start()
     engine.submit(make_request("r"))
     finish(engine)
-    engine._parts.core.kv.groups[0].pool.take(1)
+    engine._parts.core.kv.groups[0].pool.allocate(1)
     assert_dead(engine, recorder, AssertionError)
 
 

@@ -16,7 +16,7 @@ from service.registry.records import GroupMode, GroupRecord, SaveRecord
 from service.registry.registry import Registry
 from service.saves import recovery
 from service.saves.paths.roots import SaveRoots
-from service.saves.recovery import Recovered, recover, recover_group
+from service.saves.recovery import RecoveryResult, recover, recover_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,11 +86,11 @@ def test_all_or_nothing_is_all_or_nothing_after_a_crash(crash: Crash, kinds: tup
     crash.group("all_or_nothing", *(crash.left(number, kind) for number, kind in enumerate(kinds)))
     commits = crash.registry.commits
     if kinds == ("published", "published"):
-        assert recover(crash.registry, crash.roots) == Recovered(completed=2, failed=0)
+        assert recover(crash.registry, crash.roots) == RecoveryResult(completed=2, failed=0)
         assert crash.statuses() == ["completed"] * 2
         assert crash.files() == ["0.safetensors", "1.safetensors"]
     else:
-        assert recover(crash.registry, crash.roots) == Recovered(completed=0, failed=2)
+        assert recover(crash.registry, crash.roots) == RecoveryResult(completed=0, failed=2)
         assert crash.statuses() == ["failed"] * 2
         assert crash.files() == [f"{number}.safetensors" for number, kind in enumerate(kinds) if kind == "foreign"]
     assert crash.registry.commits == commits + 1
@@ -100,7 +100,7 @@ def test_all_or_nothing_is_all_or_nothing_after_a_crash(crash: Crash, kinds: tup
 def test_independent_saves_are_recovered_each_alone(crash: Crash, kinds: tuple[str, ...]) -> None:
     crash.group("independent", *(crash.left(number, kind) for number, kind in enumerate(kinds)))
     commits, completed = crash.registry.commits, kinds.count("published")
-    assert recover(crash.registry, crash.roots) == Recovered(completed, 2 - completed)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed, 2 - completed)
     assert crash.statuses() == ["completed" if kind == "published" else "failed" for kind in kinds]
     kept = [f"{number}.safetensors" for number, kind in enumerate(kinds) if kind in ("published", "foreign")]
     assert crash.files() == kept
@@ -133,14 +133,14 @@ def test_all_or_nothing_what_had_ended_before_the_crash_decides(crash: Crash, en
 
 def test_all_or_nothing_a_deleted_record_leaves_nothing_whole(crash: Crash) -> None:
     crash.group("all_or_nothing", crash.left(0, "published"), size=2)
-    assert recover(crash.registry, crash.roots) == Recovered(completed=0, failed=1)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=0, failed=1)
     assert crash.files() == []
 
 
 def test_a_text_that_was_kept_completes_its_save(crash: Crash) -> None:
     record = replace(crash.left(0, "published"), output={"text": "a"})
     crash.group("all_or_nothing", record)
-    assert recover(crash.registry, crash.roots) == Recovered(completed=1, failed=0)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=1, failed=0)
     stored = crash.registry.get_group("group").result()
     assert stored is not None
     assert stored.saves[0].output == {"text": "a"}
@@ -150,21 +150,21 @@ def test_a_group_that_has_ended_and_one_that_is_not_there_are_left_alone(crash: 
     crash.group("all_or_nothing", crash.left(0, "missing", finished=1.0), size=1)
     crash.registry.update(f"{0:032x}", status="failed").result()
     commits, files = crash.registry.commits, crash.files()
-    assert recover_group(crash.registry, crash.roots, "group") == Recovered(0, 0)
-    assert recover_group(crash.registry, crash.roots, "missing") == Recovered(0, 0)
+    assert recover_group(crash.registry, crash.roots, "group") == RecoveryResult(0, 0)
+    assert recover_group(crash.registry, crash.roots, "missing") == RecoveryResult(0, 0)
     assert (crash.registry.commits, crash.files()) == (commits, files)
 
 
 def test_every_group_is_recovered_for_itself(crash: Crash) -> None:
     crash.group("all_or_nothing", crash.left(0, "published"), crash.left(1, "missing"))
     crash.registry.insert(crash.left(2, "published"), group=GroupRecord("other", 1, "all_or_nothing")).result()
-    assert recover(crash.registry, crash.roots) == Recovered(completed=1, failed=2)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=1, failed=2)
 
 
 @pytest.mark.parametrize("moment", range(3))
 def test_a_crash_in_the_middle_of_a_recovery_is_recovered_from(crash: Crash, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
     crash.group("all_or_nothing", *(crash.left(number, kind) for number, kind in enumerate(("published", "missing", "published"))))
-    settle, calls = recovery._settle_files, []
+    settle, calls = recovery._clean_up_files, []
 
     def dying(*arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
         if len(calls) == moment:
@@ -173,11 +173,11 @@ def test_a_crash_in_the_middle_of_a_recovery_is_recovered_from(crash: Crash, mon
         settle(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(recovery, "_settle_files", dying)
+        patch.setattr(recovery, "_clean_up_files", dying)
         with pytest.raises(KeyboardInterrupt):
             recover(crash.registry, crash.roots)
     assert crash.statuses() == ["writing"] * 3
-    assert recover(crash.registry, crash.roots) == Recovered(completed=0, failed=3)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=0, failed=3)
     assert (crash.statuses(), crash.files()) == (["failed"] * 3, [])
 
 
@@ -186,7 +186,7 @@ def test_a_group_that_can_be_seen_only_in_part_stays_open(crash: Crash, tmp_path
     unseen = crash.left(0, "missing", hidden_states_path=str(tmp_path.resolve() / "elsewhere/0.safetensors"))
     crash.group(mode, unseen, crash.left(1, "published"), crash.left(2, "missing"))
     files = crash.files()
-    assert recover(crash.registry, crash.roots) == Recovered(completed=0, failed=0)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=0, failed=0)
     assert (crash.statuses(), crash.files()) == (["writing"] * 3, files)
 
 
@@ -196,7 +196,7 @@ def test_a_file_that_can_not_be_read_fails_its_save_and_stays(
 ) -> None:
     crash.group("all_or_nothing", crash.left(0, kind))
     monkeypatch.setattr(recovery, "read_published", lambda fd: (_ for _ in ()).throw(OSError(5, "I/O error")))
-    assert recover(crash.registry, crash.roots) == Recovered(completed=0, failed=1)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=0, failed=1)
     assert (crash.statuses(), crash.files()) == (["failed"], ["0.safetensors"])
     assert "can't be read: I/O error" in caplog.text
 
@@ -220,7 +220,7 @@ def test_a_file_that_can_not_be_removed_does_not_keep_the_others(crash: Crash, m
         unlink(path, **options)
 
     monkeypatch.setattr(os, "unlink", refuse)
-    assert recover(crash.registry, crash.roots) == Recovered(completed=0, failed=3)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=0, failed=3)
     assert crash.files() == ["0.safetensors"]
 
 

@@ -112,13 +112,13 @@ def test_positions_out_of_range_are_refused_where_the_length_is_known_and_clampe
 
 def test_memory_for_prompt_logprobs_is_given_back_once_and_only_by_those_that_hold_some() -> None:
     memory = PromptLogprobsMemory(100)
-    memory.take("a", 60)
+    memory.reserve("a", 60)
     memory.check(40)
     with pytest.raises(QueueFull, match="beside the 60 bytes"):
         memory.check(41)
-    memory.give_back("of one that holds none")
-    memory.give_back("a")
-    memory.give_back("a")
+    memory.release("of one that holds none")
+    memory.release("a")
+    memory.release("a")
     memory.check(100)
     with pytest.raises(QueueFull, match="room for 100"):
         memory.check(101)

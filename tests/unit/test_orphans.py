@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from service.saves import orphans
-from service.saves.orphans import FORGOTTEN_LOCK_SECONDS, MIN_PART_AGE_SECONDS, clean_parts, part_name, remove_own_lock, remove_unlocked
+from service.saves.orphans import (
+    MIN_PART_AGE_SECONDS,
+    STALE_LOCK_SECONDS,
+    part_name,
+    remove_orphaned_files,
+    remove_own_lock,
+    remove_unlocked,
+)
 from service.saves.paths.roots import SaveRoots
 
 ID = "0123456789abcdef0123456789abcdef"
@@ -62,32 +69,32 @@ def test_the_temporary_file_of_a_save_is_hidden_and_named_after_it() -> None:
 
 
 def test_how_old_orphans_are_is_as_documented() -> None:
-    assert (MIN_PART_AGE_SECONDS, FORGOTTEN_LOCK_SECONDS) == (60, 86400)
+    assert (MIN_PART_AGE_SECONDS, STALE_LOCK_SECONDS) == (60, 86400)
 
 
 class TestTemporaryFiles:
     def test_they_go_once_they_are_older_than_asked(self, roots: SaveRoots, root: Path) -> None:
         part = made(root / f"a/b/{part_name(ID)}")
-        assert clean_parts(roots, now=later(MIN_PART_AGE_SECONDS - 5)) == 0
-        assert clean_parts(roots, now=later(500), min_age_seconds=510) == 0
-        assert clean_parts(roots) == 0
+        assert remove_orphaned_files(roots, now=later(MIN_PART_AGE_SECONDS - 5)) == 0
+        assert remove_orphaned_files(roots, now=later(500), min_age_seconds=510) == 0
+        assert remove_orphaned_files(roots) == 0
         assert part.exists()
-        assert clean_parts(roots, now=later(MIN_PART_AGE_SECONDS + 5)) == 1
+        assert remove_orphaned_files(roots, now=later(MIN_PART_AGE_SECONDS + 5)) == 1
         assert not part.exists()
 
     def test_the_newer_of_both_times_counts(self, roots: SaveRoots, root: Path) -> None:
         part = made(root / part_name(ID))
         os.utime(part, (1.0, 1.0))
-        assert clean_parts(roots) == 0, "restored from somewhere: the inode is new all the same"
+        assert remove_orphaned_files(roots) == 0, "restored from somewhere: the inode is new all the same"
         os.utime(part, (1.0, later(1000)))
-        assert clean_parts(roots, now=later(900)) == 0
-        assert clean_parts(roots, now=later(1100)) == 1
+        assert remove_orphaned_files(roots, now=later(900)) == 0
+        assert remove_orphaned_files(roots, now=later(1100)) == 1
 
     def test_the_clock_is_the_machines_unless_told(self, roots: SaveRoots, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         made(root / part_name(ID))
         now = later(MIN_PART_AGE_SECONDS + 5)
         monkeypatch.setattr(orphans.time, "time", lambda: now)
-        assert clean_parts(roots) == 1
+        assert remove_orphaned_files(roots) == 1
 
     @pytest.mark.parametrize(
         "name",
@@ -107,13 +114,13 @@ class TestTemporaryFiles:
     )
     def test_other_names_stay(self, roots: SaveRoots, root: Path, name: str) -> None:
         path = made(root / name)
-        assert clean_parts(roots, now=later(10**6), owner="me") == 0
+        assert remove_orphaned_files(roots, now=later(10**6), owner="me") == 0
         assert path.exists()
 
     def test_probes_and_all_of_a_tree_go(self, roots: SaveRoots, root: Path) -> None:
         names = (".probe-0123456789abcdef.part", part_name(ID), part_name(OTHER), f"x/{part_name(ID)}", f"x/y/{part_name(ID)}")
         paths = [made(root / name) for name in names]
-        assert clean_parts(roots, now=later(100)) == len(paths)
+        assert remove_orphaned_files(roots, now=later(100)) == len(paths)
         assert [path for path in paths if path.exists()] == []
 
     def test_links_and_what_they_lead_to_stay(self, roots: SaveRoots, root: Path) -> None:
@@ -122,7 +129,7 @@ class TestTemporaryFiles:
         (root / "link").symlink_to(victim.parent)
         os.mkfifo(root / part_name(OTHER))
         (root / part_name("a" * 32)).mkdir()
-        assert clean_parts(roots, now=later(100)) == 0
+        assert remove_orphaned_files(roots, now=later(100)) == 0
         assert victim.exists()
         assert len(list(root.iterdir())) == 4
 
@@ -132,15 +139,15 @@ class TestTemporaryFiles:
         locked: list[int] = []
         (root / part_name(ID)).symlink_to(made(root.parent / f"outside/{part_name(ID)}"))
         monkeypatch.setattr(fcntl, "flock", lambda fd, _operation: locked.append(fd))
-        assert clean_parts(roots, now=later(100)) == 0
+        assert remove_orphaned_files(roots, now=later(100)) == 0
         assert locked == []
 
     def test_what_somebody_has_locked_stays(self, roots: SaveRoots, root: Path) -> None:
         part = made(root / part_name(ID))
         with part.open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            assert clean_parts(roots, now=later(100)) == 0
-        assert clean_parts(roots, now=later(100)) == 1
+            assert remove_orphaned_files(roots, now=later(100)) == 0
+        assert remove_orphaned_files(roots, now=later(100)) == 1
 
     def test_a_root_inside_another_is_gone_through_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         outer, inner, sibling = (str(tmp_path / name) for name in ("outer", "outer/inner", "outer2"))
@@ -155,7 +162,7 @@ class TestTemporaryFiles:
             return fwalk(*arguments, dir_fd=dir_fd, **options)  # type: ignore[call-overload]  # as they came
 
         monkeypatch.setattr(os, "fwalk", counted)
-        assert clean_parts(roots, now=later(100)) == 3
+        assert remove_orphaned_files(roots, now=later(100)) == 3
         assert walked == [roots.roots[1].fd, roots.roots[2].fd]
         roots.close()
 
@@ -163,17 +170,17 @@ class TestTemporaryFiles:
         for name in (ID, OTHER):
             made(root / part_name(name))
         made(root / f"x/{part_name(ID)}")
-        assert clean_parts(roots, now=later(100), stop=lambda: True) == 0
+        assert remove_orphaned_files(roots, now=later(100), stop=lambda: True) == 0
         asked: list[None] = []
 
         def after_one() -> bool:
             asked.append(None)
             return len(asked) > 1
 
-        assert clean_parts(roots, now=later(100), stop=after_one) == 1
+        assert remove_orphaned_files(roots, now=later(100), stop=after_one) == 1
         assert len(asked) == 2
         before = open_files()
-        assert clean_parts(roots, now=later(100), stop=lambda: False) == 2
+        assert remove_orphaned_files(roots, now=later(100), stop=lambda: False) == 2
         assert open_files() == before
 
 
@@ -181,18 +188,18 @@ class TestLockFiles:
     def test_without_an_owner_none_goes(self, roots: SaveRoots, root: Path) -> None:
         made(root / "x.lock", HELD)
         made(root / "y.lock", b"strata \n")
-        assert clean_parts(roots, now=later(10**6)) == 0
+        assert remove_orphaned_files(roots, now=later(10**6)) == 0
 
     def test_one_that_a_crash_has_left_goes_at_once(self, roots: SaveRoots, root: Path) -> None:
         lock = made(root / "a/x.lock", HELD)
-        assert clean_parts(roots, owner="me") == 1
+        assert remove_orphaned_files(roots, owner="me") == 1
         assert not lock.exists()
 
     def test_one_that_was_released_goes_after_a_day(self, roots: SaveRoots, root: Path) -> None:
         lock = made(root / "x.lock", RELEASED)
-        assert clean_parts(roots, owner="me", now=later(FORGOTTEN_LOCK_SECONDS - 60)) == 0
-        assert clean_parts(roots, owner="me") == 0
-        assert clean_parts(roots, owner="me", now=later(FORGOTTEN_LOCK_SECONDS + 60)) == 1
+        assert remove_orphaned_files(roots, owner="me", now=later(STALE_LOCK_SECONDS - 60)) == 0
+        assert remove_orphaned_files(roots, owner="me") == 0
+        assert remove_orphaned_files(roots, owner="me", now=later(STALE_LOCK_SECONDS + 60)) == 1
         assert not lock.exists()
 
     @pytest.mark.parametrize("content", [HELD, RELEASED])
@@ -205,20 +212,20 @@ class TestLockFiles:
             (root / "x").mkdir()
         else:
             (root / "x").symlink_to("nowhere")
-        assert clean_parts(roots, owner="me", now=later(10**6)) == 0
+        assert remove_orphaned_files(roots, owner="me", now=later(10**6)) == 0
 
     @pytest.mark.parametrize("content", [HELD, RELEASED])
     def test_one_that_is_held_stays(self, roots: SaveRoots, root: Path, content: bytes) -> None:
         lock = made(root / "x.lock", content)
         with lock.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            assert clean_parts(roots, owner="me", now=later(10**6)) == 0
-        assert clean_parts(roots, owner="me", now=later(10**6)) == 1
+            assert remove_orphaned_files(roots, owner="me", now=later(10**6)) == 0
+        assert remove_orphaned_files(roots, owner="me", now=later(10**6)) == 1
 
     @pytest.mark.parametrize("content", [HELD, RELEASED])
     def test_a_hard_link_stays(self, roots: SaveRoots, root: Path, content: bytes) -> None:
         (root / "x.lock").hardlink_to(made(root / "victim", content))
-        assert clean_parts(roots, owner="me", now=later(10**6)) == 0
+        assert remove_orphaned_files(roots, owner="me", now=later(10**6)) == 0
         assert (root / "x.lock").exists()
 
     @pytest.mark.parametrize(
@@ -232,7 +239,7 @@ class TestLockFiles:
 
         lock = made(root / "x.lock", content)
         monkeypatch.setattr(fcntl, "flock", taken)
-        assert clean_parts(roots, owner="me", now=later(10**6)) == 0
+        assert remove_orphaned_files(roots, owner="me", now=later(10**6)) == 0
         assert lock.read_bytes() == content
 
     @pytest.mark.parametrize("content", [HELD, RELEASED])
@@ -246,14 +253,14 @@ class TestLockFiles:
             flock(fd, operation)
 
         monkeypatch.setattr(fcntl, "flock", publish_then_lock)
-        assert clean_parts(roots, owner="me", now=later(10**6)) == 0
+        assert remove_orphaned_files(roots, owner="me", now=later(10**6)) == 0
         assert lock.exists()
 
     def test_without_file_locks_only_those_of_a_crash_go(self, roots: SaveRoots, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         made(root / "held.lock", HELD)
         released = made(root / "released.lock", RELEASED)
         monkeypatch.setattr(fcntl, "flock", without_locks)
-        assert clean_parts(roots, owner="me", now=later(10**6)) == 1
+        assert remove_orphaned_files(roots, owner="me", now=later(10**6)) == 1
         assert [path.name for path in root.iterdir()] == [released.name]
 
     def test_that_of_one_name_is_removed_alone(self, directory: int, root: Path) -> None:
@@ -305,11 +312,11 @@ class TestRemovingOneFile:
         made(root / "x")
         monkeypatch.setattr(fcntl, "flock", without_locks)
         assert remove_unlocked(directory, "x", changed_before=None if known else later(100)) is removed
-        assert ("the left-over file x can't be locked and is left: " in caplog.text) is not removed
+        assert ("the orphaned file x can't be locked and is kept: " in caplog.text) is not removed
 
     @pytest.mark.parametrize(
         ("broken", "said"),
-        [("unlink", "the left-over file x could not be removed: "), ("fstat", "the left-over file x can't be looked at and is left: ")],
+        [("unlink", "the orphaned file x could not be removed: "), ("fstat", "the orphaned file x can't be inspected and is kept: ")],
     )
     def test_a_disk_that_fails_is_a_line_in_the_log(
         self, directory: int, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str, said: str

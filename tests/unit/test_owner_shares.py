@@ -19,7 +19,7 @@ def takes(places: Share, owner: str | None) -> int:
     taken = 0
     while True:
         try:
-            places.take(owner)
+            places.acquire(owner)
         except Busy:
             return taken
         taken += 1
@@ -33,7 +33,7 @@ def test_where_there_is_one_owner_it_may_take_everything() -> None:
 def test_of_several_owners_each_leaves_as_much_as_it_takes() -> None:
     places = share(64, several=True)
     assert [takes(places, owner) for owner in ("alice", "bob", "carol")] == [32, 16, 8]
-    places.give_back("alice", 32)
+    places.release("alice", 32)
     assert takes(places, "bob") > 0
 
 
@@ -41,12 +41,12 @@ def test_one_place_is_for_whoever_comes_first() -> None:
     places = share(1, several=True)
     assert takes(places, "alice") == 1
     with pytest.raises(Busy, match="1 of 1"):
-        places.take("bob")
+        places.acquire("bob")
 
 
 def test_a_block_gives_its_part_back_whatever_happens() -> None:
     places = share(3, several=False)
-    with pytest.raises(ValueError, match="x"), places.taken(None, 3):
+    with pytest.raises(ValueError, match="x"), places.acquired(None, 3):
         raise ValueError("x")
     assert places.total == 0
 
@@ -54,7 +54,7 @@ def test_a_block_gives_its_part_back_whatever_happens() -> None:
 def test_the_engine_refuses_by_itself_and_owners_are_bounded_all_the_same() -> None:
     free = EngineShare("choices", 4, lambda: False)
     for _ in range(10):
-        free.take(None)
+        free.acquire(None)
     assert takes(EngineShare("choices", 4, lambda: True), "alice") == 2
 
 
@@ -63,11 +63,11 @@ def test_nothing_is_counted_twice_and_no_owner_has_all(steps: list[tuple[str, in
     places, held = share(most, several=True), dict.fromkeys("abcdefgh", 0)
     for owner, amount, back in steps:
         if back and held[owner]:
-            places.give_back(owner, held[owner])
+            places.release(owner, held[owner])
             held[owner] = 0
         else:
             try:
-                places.take(owner, amount)
+                places.acquire(owner, amount)
                 held[owner] += amount
             except Busy:
                 continue

@@ -19,7 +19,7 @@ from engine.execution.step_input import StepInput
 from engine.offline import OfflineEngine
 from engine.request import EngineRequest, SamplingParams
 from engine.sampling.penalties import Penalties, TokenCounts
-from engine.sampling.sampler import Choice, SampledRow, SampledToken, Sampler
+from engine.sampling.sampler import SampledRow, SampledToken, Sampler, SamplerOutput
 from engine.scheduling.plan import Chunk
 from tests.unit.core_fakes import VOCAB, Bench, FakeRunner
 from tests.unit.small_engine import save_tiny_llama, small_config
@@ -150,11 +150,11 @@ class FailingSampler(Sampler):
 
     num_attempts = 0
 
-    def answers(self, choice: Choice, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
+    def finish(self, choice: SamplerOutput, rows: Sequence[SampledRow]) -> list[SampledToken | EngineError]:
         self.num_attempts += 1
         if self.num_attempts % 2 and len(rows) > 1:
             raise RuntimeError("on purpose")
-        return super().answers(choice, rows)
+        return super().finish(choice, rows)
 
 
 def text_of(prompt: list[int], params: SamplingParams) -> list[int]:

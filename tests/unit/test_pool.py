@@ -105,7 +105,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, TOTAL + 1))
     def take(self, count: int) -> None:
         available = self.pool.num_available
-        blocks = self.pool.take(count)
+        blocks = self.pool.allocate(count)
         assert (blocks is None) == (count > available)
         if blocks is None:
             assert self.pool.num_available == available
@@ -184,7 +184,7 @@ TestPoolMachine = PoolMachine.TestCase
 
 
 def take(pool: BlockPool, count: int) -> IntArray:
-    blocks = pool.take(count)
+    blocks = pool.allocate(count)
     assert blocks is not None
     return blocks
 
@@ -200,7 +200,7 @@ def cached(pool: BlockPool, keys: Sequence[Hashable], labels: tuple[Label, ...] 
 def test_blocks_are_taken_all_together_or_not_at_all() -> None:
     pool = BlockPool(5)
     take(pool, 1)
-    assert pool.take(4) is None
+    assert pool.allocate(4) is None
     assert pool.num_available == 3
     assert sorted(take(pool, 3).tolist()) == [2, 3, 4]
 
@@ -446,14 +446,14 @@ BOOKS: dict[str, Callable[[BlockPool], object]] = {
     "null": lambda pool: pool._references.__setitem__(NULL_BLOCK, 1),
     "held and cached": lambda pool: pool._references.__setitem__(2, 1),
     "held and free": lambda pool: pool._references.__setitem__(1, 1),
-    "free twice": lambda pool: pool._put_back(np.array([1])),
-    "free and null": lambda pool: pool._put_back(np.array([NULL_BLOCK])),
-    "cached and unknown": lambda pool: pool._contents._set_of.__setitem__(2, 0),
-    "free and known": lambda pool: pool._contents._set_of.__setitem__(1, int(pool._contents._set_of[2])),
-    "sets": lambda pool: pool._contents._sizes.__setitem__(0, 1),
-    "keys": lambda pool: pool._contents._numbers.clear(),
-    "place in a set": lambda pool: pool._contents._column_of.__setitem__(2, 0),
-    "members": lambda pool: pool._contents._members.fill(2),
+    "free twice": lambda pool: pool._free_blocks(np.array([1])),
+    "free and null": lambda pool: pool._free_blocks(np.array([NULL_BLOCK])),
+    "cached and unknown": lambda pool: pool._index._set_of.__setitem__(2, 0),
+    "free and known": lambda pool: pool._index._set_of.__setitem__(1, int(pool._index._set_of[2])),
+    "sets": lambda pool: pool._index._sizes.__setitem__(0, 1),
+    "keys": lambda pool: pool._index._numbers.clear(),
+    "place in a set": lambda pool: pool._index._column_of.__setitem__(2, 0),
+    "members": lambda pool: pool._index._members.fill(2),
     "queue": lambda pool: pool._cached._blocks.fill(1),
     "queue size": lambda pool: setattr(pool._cached, "size", 0),
 }

@@ -178,12 +178,12 @@ def test_a_forgotten_lock_file_of_ours_is_removed_after_a_day(world: World) -> N
     for record in (forgotten, held, empty):
         path_of(record).unlink()
     world.clock[0] = time.time() + DAY_SECONDS - 60
-    asyncio.run(world.reaper.clean())
+    asyncio.run(world.reaper.remove_orphans())
     assert lock_of(forgotten).exists()
     world.clock[0] += 120
     with lock_of(held).open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        asyncio.run(world.reaper.clean())
+        asyncio.run(world.reaper.remove_orphans())
     assert [path.exists() for path in (*map(lock_of, (forgotten, held, beside, empty)), foreign)] == [False, True, True, True, True]
 
 
@@ -278,11 +278,11 @@ def test_files_out_of_sight_are_one_line_in_the_log_until_their_number_changes(w
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
     [line] = swept()
-    assert line.startswith(f"2 files can't be looked at, such as {records[1].hidden_states_path}: ")
+    assert line.startswith(f"2 files can't be inspected, such as {records[1].hidden_states_path}: ")
     assert swept() == []
     other = not_configured(world, 2)
     [line] = swept()
-    assert line.startswith(f"3 files can't be looked at, such as {other.hidden_states_path}: ")
+    assert line.startswith(f"3 files can't be inspected, such as {other.hidden_states_path}: ")
     for record in (*records, other):
         world.registry.delete(record.id).result()
     assert swept() == []
@@ -336,13 +336,13 @@ def test_a_file_that_can_not_be_looked_at_does_not_keep_a_sweep_from_the_others(
 def counted_sweeps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every page of records that is looked at."""
     looks: list[int] = []
-    look_at = world.reaper._look_at
+    look_at = world.reaper._check_files
 
     def look(records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
         looks.append(len(records))
         return look_at(records)
 
-    monkeypatch.setattr(world.reaper, "_look_at", look)
+    monkeypatch.setattr(world.reaper, "_check_files", look)
     return looks
 
 
@@ -376,7 +376,7 @@ def test_whoever_asks_while_a_sweep_runs_waits_for_the_next(world: World, monkey
     record, looks = world.add(1), counted_sweeps(world, monkeypatch)
 
     async def run() -> None:
-        loop, look_at = asyncio.get_running_loop(), world.reaper._look_at
+        loop, look_at = asyncio.get_running_loop(), world.reaper._check_files
         others: list[asyncio.Task[None]] = []
 
         def look_and_wait(records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
@@ -390,7 +390,7 @@ def test_whoever_asks_while_a_sweep_runs_waits_for_the_next(world: World, monkey
             others.extend(loop.create_task(world.reaper.recount()) for _ in range(20))
             await asyncio.sleep(0)
 
-        monkeypatch.setattr(world.reaper, "_look_at", look_and_wait)
+        monkeypatch.setattr(world.reaper, "_check_files", look_and_wait)
         await world.reaper.recount()
         await asyncio.gather(*others)
 
@@ -402,14 +402,14 @@ def test_whoever_asks_while_a_sweep_runs_waits_for_the_next(world: World, monkey
 def test_who_shares_a_sweep_with_somebody_who_leaves_gets_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     record, in_sweep = world.add(1), threading.Event()
     path_of(record).unlink()
-    look_at, left = world.reaper._look_at, threading.Event()
+    look_at, left = world.reaper._check_files, threading.Event()
 
     def look_late(records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
         in_sweep.set()
         left.wait()
         return look_at(records)
 
-    monkeypatch.setattr(world.reaper, "_look_at", look_late)
+    monkeypatch.setattr(world.reaper, "_check_files", look_late)
 
     async def run() -> None:
         first, second = (asyncio.create_task(world.reaper.recount()) for _ in range(2))
@@ -425,7 +425,7 @@ def test_who_shares_a_sweep_with_somebody_who_leaves_gets_another(world: World, 
 
 def test_a_recount_comes_three_times_as_long_after_the_last_sweep_as_that_took(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.add(1)
-    clock, pauses, look_at = [100.0], list[float](), world.reaper._look_at
+    clock, pauses, look_at = [100.0], list[float](), world.reaper._check_files
     monkeypatch.setattr(reaper_module.time, "monotonic", lambda: clock[0])
 
     def look(records: Sequence[SaveRecord]) -> dict[str, dict[str, Any]]:
@@ -435,7 +435,7 @@ def test_a_recount_comes_three_times_as_long_after_the_last_sweep_as_that_took(w
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(world.reaper, "_look_at", look)
+    monkeypatch.setattr(world.reaper, "_check_files", look)
     monkeypatch.setattr(world.reaper, "_pause", pause)
 
     async def run() -> None:
@@ -471,12 +471,21 @@ def test_a_sweep_leaves_no_descriptor_open(world: World) -> None:
 
 
 def test_how_often_things_are_done_is_as_documented() -> None:
-    names = ("TICK_SECONDS", "SWEEP_SECONDS", "ORPHANS_SECONDS", "DAY_SECONDS", "RETRY_SECONDS", "PAGE", "PURGED_AT_ONCE", "REST")
+    names = (
+        "TICK_SECONDS",
+        "SWEEP_SECONDS",
+        "ORPHANS_SECONDS",
+        "DAY_SECONDS",
+        "RETRY_SECONDS",
+        "PAGE",
+        "PURGED_AT_ONCE",
+        "COOLDOWN_FACTOR",
+    )
     assert [getattr(reaper_module, name) for name in names] == [1, 600, 3600, 86400, 60, 500, 10_000, 3]
 
 
 def test_a_recount_that_rests_ends_with_the_service(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaper_module, "REST", 10**9)
+    monkeypatch.setattr(reaper_module, "COOLDOWN_FACTOR", 10**9)
     world.add(1)
 
     async def run() -> None:
@@ -515,12 +524,12 @@ def test_what_a_crash_in_a_removal_leaves_is_removed_after_a_minute_by_a_start_a
 
     def cleaned(aside: Path, age_seconds: float) -> bool:
         world.clock[0] = time.time() + age_seconds
-        asyncio.run(world.reaper.clean())
+        asyncio.run(world.reaper.remove_orphans())
         return not aside.exists()
 
     aside = left(1)
     assert cleaned(aside, 90)
-    assert "removed 1 temporary files and lock files that nobody uses any more" in caplog.text
+    assert "removed 1 temporary files and lock files that no save uses" in caplog.text
     caplog.clear()
     aside = left(2)
     assert not cleaned(aside, 90)
@@ -533,7 +542,7 @@ def test_the_first_cleaning_leaves_what_was_made_a_moment_ago(world: World) -> N
     part = world.root / f".{1:032x}.part"
     part.touch()
     world.clock[0] = time.time() + 30
-    asyncio.run(world.reaper.clean())
+    asyncio.run(world.reaper.remove_orphans())
     assert part.exists()
 
 
@@ -546,10 +555,10 @@ def test_a_cleaning_that_fails_is_a_first_one_again(world: World, monkeypatch: p
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(reaper_module, "clean_parts", failing)
+        patch.setattr(reaper_module, "remove_orphaned_files", failing)
         with pytest.raises(OSError, match="Input/output"):
-            asyncio.run(world.reaper.clean())
-    asyncio.run(world.reaper.clean())
+            asyncio.run(world.reaper.remove_orphans())
+    asyncio.run(world.reaper.remove_orphans())
     assert not part.exists()
 
 
@@ -560,7 +569,7 @@ def test_a_cleaning_ends_with_the_service(world: World) -> None:
 
     async def run() -> None:
         await world.reaper.close()
-        await world.reaper.clean()
+        await world.reaper.remove_orphans()
 
     asyncio.run(run())
     assert part.exists()
@@ -613,4 +622,4 @@ def test_a_job_that_fails_does_not_end_the_others(world: World, monkeypatch: pyt
         await world.reaper.close()
 
     asyncio.run(run())
-    assert "will be tried again" in caplog.text
+    assert "will be retried" in caplog.text

@@ -114,7 +114,7 @@ def test_whoever_repeats_a_request_is_a_reader_of_its_work() -> None:
 def test_the_records_are_those_of_now() -> None:
     group, _ = make_group(2, "independent")
     replay = join(group)
-    group.heard(event(group.saves[1], "running"))
+    group.on_save_event(event(group.saves[1], "running"))
     assert [record.status for record in replay.records] == ["queued", "running"]
     assert Replay((RECORD,), None).records == (RECORD,)
 
@@ -123,7 +123,7 @@ def test_an_answer_without_files_waits_for_the_texts_and_another_for_the_ends() 
     async def run() -> None:
         group, owner = make_group(1, "independent", awaits_text=True)
         replay = join(group)
-        texts, ends = (asyncio.ensure_future(replay.settled(texts_only=texts_only)) for texts_only in (True, False))
+        texts, ends = (asyncio.ensure_future(replay.wait_until_done(texts_only=texts_only)) for texts_only in (True, False))
         await asyncio.sleep(0)
         group.text_done(group.saves[0])
         await texts
@@ -142,7 +142,7 @@ def test_an_answer_that_is_all_or_nothing_fails_for_the_save_that_was_the_first_
     replay.check_whole()
     group.abort(group.saves[1], Ending("cancelled", SaveError("no_space", "the disk is full")))
     for save in group.saves:
-        group.heard(event(save, "cancelled"))
+        group.on_save_event(event(save, "cancelled"))
     owner.finish_all()
     with pytest.raises(SaveFailed, match="the disk is full") as refused:
         replay.check_whole()

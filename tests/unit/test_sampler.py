@@ -20,10 +20,10 @@ from transformers.generation.logits_process import (
 
 from engine.errors import EngineError
 from engine.request import SamplingParams, TokenLogprobs
-from engine.sampling.draw import Candidates, Lots, all_candidates, draw, nucleus_candidates, top_k_candidates
 from engine.sampling.logprobs import largest
 from engine.sampling.penalties import Penalties
 from engine.sampling.sampler import SampledRow, SampledToken, Sampler, token_logprobs
+from engine.sampling.top_k_top_p import Candidates, SamplingBatch, all_candidates, nucleus_candidates, sample_tokens, top_k_candidates
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,11 +66,11 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return warpers(torch.zeros(len(logits), 1, dtype=torch.int64), logits).double().softmax(-1)
 
 
-def lots_of(logits: torch.Tensor, params: SamplingParams) -> Lots:
+def lots_of(logits: torch.Tensor, params: SamplingParams) -> SamplingBatch:
     def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((len(logits), 1), value, dtype=dtype)
 
-    return Lots(logits / params.temperature, column(params.top_p), column(params.min_p), column(0.5, torch.float64))
+    return SamplingBatch(logits / params.temperature, column(params.top_p), column(params.min_p), column(0.5, torch.float64))
 
 
 def spread(candidates: Candidates, vocab: int) -> torch.Tensor:
@@ -99,21 +99,21 @@ WARPED = [
 @pytest.mark.parametrize("params", WARPED)
 def test_what_is_drawn_from_equals_transformers(params: SamplingParams) -> None:
     logits = torch.randn(12, 1000) * 3
-    lots = lots_of(logits, params)
+    batch = lots_of(logits, params)
     if params.top_k:
-        candidates = top_k_candidates(lots, params.top_k)
+        candidates = top_k_candidates(batch, params.top_k)
     elif params.top_p < 1:
-        candidates = nucleus_candidates(lots, 1000)[0]
+        candidates = nucleus_candidates(batch, 1000)[0]
     else:
-        candidates = all_candidates(lots)
+        candidates = all_candidates(batch)
     torch.testing.assert_close(spread(candidates, 1000), warped(logits, params), rtol=1e-5, atol=1e-9)
 
 
 def test_a_narrow_nucleus_search_says_whether_it_found_everything() -> None:
     params = SamplingParams(top_p=0.9)
     logits = torch.randn(64, 1000) * torch.linspace(0.1, 6, 64)[:, None]
-    lots = lots_of(logits, params)
-    narrow, complete = nucleus_candidates(lots, 100)
+    batch = lots_of(logits, params)
+    narrow, complete = nucleus_candidates(batch, 100)
     assert 0 < complete.sum() < 64
     expected = warped(logits, params)
     torch.testing.assert_close(spread(narrow, 1000)[complete], expected[complete], rtol=1e-5, atol=1e-9)
@@ -374,7 +374,7 @@ def test_more_rows_than_are_drawn_for_at_once() -> None:
 def test_the_ends_of_the_random_range_pick_tokens_that_have_weight(top_k: int) -> None:
     scores = torch.tensor([[-math.inf, 0.0, -1.0, -math.inf]] * 2)
     uniform = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
-    assert draw(Lots(scores, torch.ones(2, 1), torch.zeros(2, 1), uniform), top_k).tolist() == [1, 2]
+    assert sample_tokens(SamplingBatch(scores, torch.ones(2, 1), torch.zeros(2, 1), uniform), top_k).tolist() == [1, 2]
 
 
 def test_tokens_are_plain_numbers() -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.request import SamplingParams
-from engine.sampling.draw import Lots, draw
 from engine.sampling.logprobs import largest, largest_without_waiting
 from engine.sampling.penalties import Penalties
 from engine.sampling.sampler import SampledRow, Sampler
+from engine.sampling.top_k_top_p import SamplingBatch, sample_tokens
 
 CPU, VOCAB = torch.device("cpu"), 50
 WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
@@ -46,8 +46,8 @@ def rows(*params: SamplingParams) -> list[SampledRow]:
 @pytest.mark.parametrize("nucleus", [False, True])
 def test_a_draw_on_a_device_looks_at_no_value(top_k: int, nucleus: bool) -> None:
     """Tensors of the device "meta" have none, and asking for one raises."""
-    lots = Lots(*(torch.empty(3, width, dtype=dtype, device="meta") for width, dtype in SHAPES))
-    assert draw(lots, top_k, nucleus=nucleus).shape == (3,)
+    batch = SamplingBatch(*(torch.empty(3, width, dtype=dtype, device="meta") for width, dtype in SHAPES))
+    assert sample_tokens(batch, top_k, nucleus=nucleus).shape == (3,)
 
 
 SHAPES = ((VOCAB, torch.float32), (1, torch.float32), (1, torch.float32), (1, torch.float64))
@@ -57,7 +57,7 @@ def test_greedy_and_plain_random_choices_look_at_no_value() -> None:
     sampler, watch = Sampler(VOCAB, CPU), Watch()
     wanted = rows(SamplingParams(temperature=0.0), SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, min_p=0.1))
     with watch:
-        choice = sampler.choose(torch.randn(3, VOCAB), wanted)
+        choice = sampler.launch(torch.randn(3, VOCAB), wanted)
     assert watch.waited == []
     assert choice.ids.shape == (3,)
 
@@ -72,7 +72,7 @@ def test_penalties_look_at_no_value() -> None:
         row.penalties.count(7)
     watch = Watch()
     with watch:
-        Sampler(VOCAB, CPU).choose(torch.randn(2, VOCAB), wanted)
+        Sampler(VOCAB, CPU).launch(torch.randn(2, VOCAB), wanted)
     assert watch.waited == []
 
 
@@ -104,8 +104,8 @@ def test_two_halves_give_what_the_whole_gives() -> None:
     logits[2, 7] = torch.nan
     wanted = rows(*[SamplingParams(temperature=0.0, logprobs=count) for count in (None, 2, 1, 0)])
     sampler = Sampler(VOCAB, CPU)
-    choice = sampler.choose(logits.clone(), wanted)
-    halves = sampler.answers(choice, wanted)
+    choice = sampler.launch(logits.clone(), wanted)
+    halves = sampler.finish(choice, wanted)
     whole = sampler.sample(logits.clone(), wanted)
     assert choice.ids[2] == -1
     assert [str(answer) for answer in halves] == [str(answer) for answer in whole]

@@ -85,7 +85,7 @@ def test_a_choice_waits_for_nothing_whatever_is_reported_of_it(params: list[Samp
     chooser = Sampler(VOCAB, meta)
     wanted = rows(*params)
     with OneDevice(logits):
-        choice = chooser.choose(logits, wanted)
+        choice = chooser.launch(logits, wanted)
     assert choice.ids.device == meta
     assert list(choice.reported) == [i for i, each in enumerate(params) if each.logprobs is not None]
     assert (choice.scores is None) == (not choice.reported)
@@ -99,7 +99,7 @@ def test_prompts_are_scored_without_waiting() -> None:
 
 
 def test_no_row_of_logits_is_kept_for_what_is_reported() -> None:
-    choice = Sampler(VOCAB, torch.device("cpu")).choose(torch.randn(2, VOCAB), rows(*[SamplingParams(logprobs=3)] * 2))
+    choice = Sampler(VOCAB, torch.device("cpu")).launch(torch.randn(2, VOCAB), rows(*[SamplingParams(logprobs=3)] * 2))
     assert choice.scores is not None
     assert choice.scores.logprobs.shape == choice.scores.numbers.shape == (2, 1 + 3)
 

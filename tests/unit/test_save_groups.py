@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.errors import SaveError
-from service.saves.groups import NOT_RECORDED, WITH_THE_OTHERS, SaveGroup
+from service.saves.groups import NOT_RECORDED, SIBLING_FAILED, SaveGroup
 from service.saves.life import Ending, LiveSave, SaveState, Signal
 from tests.unit.live_saves import FILE, FakeOwner, event, make_group, publish
 
@@ -38,11 +38,11 @@ def statuses(group: SaveGroup, owner: FakeOwner) -> list[str]:
 
 def test_the_record_follows_the_engine(group_of_one: tuple[SaveGroup, FakeOwner, LiveSave]) -> None:
     group, owner, save = group_of_one
-    group.heard(event(save, "running", time_ns=5))
-    group.heard(event(save, "writing", time_ns=6))
+    group.on_save_event(event(save, "running", time_ns=5))
+    group.on_save_event(event(save, "writing", time_ns=6))
     assert owner.progress == [(save.id, {"status": "running"}), (save.id, {"status": "writing"})]
     assert save.times_ns == {"running": 5, "writing": 6}
-    group.heard(event(save, "completed", time_ns=7, seconds=1.5))
+    group.on_save_event(event(save, "completed", time_ns=7, seconds=1.5))
     assert (save.file, save.seconds, save.times_ns["completed"]) == (FILE, 1.5, 7)
 
 
@@ -65,25 +65,25 @@ def test_a_published_file_is_committed_and_then_the_save_has_ended(group_of_one:
     assert before - 60 < save.record.finished <= time.time()
     assert save.record.bytes == FILE.bytes
     assert ends == {"end": 1}
-    assert group.first_without_file is None
-    assert not group.given_up
+    assert group.first_failed is None
+    assert not group.aborted
 
 
 def test_a_save_that_the_engine_fails_ends_as_it_says(group_of_one: tuple[SaveGroup, FakeOwner, LiveSave]) -> None:
     group, owner, save = group_of_one
-    group.heard(event(save, "failed", seconds=0.5))
+    group.on_save_event(event(save, "failed", seconds=0.5))
     assert (states(group), owner.registry[save.id], save.seconds) == (["ENDING"], "queued", 0.5)
-    assert group.first_without_file is save
+    assert group.first_failed is save
     owner.finish()
     assert (states(group), owner.registry[save.id]) == (["DISCARDED"], "failed")
     assert (save.record.error_code, save.record.error_message) == ("no_space", "the disk is full")
     assert owner.ended == [save.id]
-    assert group.given_up
+    assert group.aborted
 
 
 def test_an_engine_that_gives_no_reason_has_failed(group_of_one: tuple[SaveGroup, FakeOwner, LiveSave]) -> None:
     group, _, save = group_of_one
-    group.heard(event(save, "failed", error=None))
+    group.on_save_event(event(save, "failed", error=None))
     assert save.error is not None
     assert (save.error.code, str(save.error)) == ("engine_error", "no reason is known")
 
@@ -92,7 +92,7 @@ def test_a_save_that_is_given_up_is_aborted_and_ends_as_was_said(group_of_one: t
     group, owner, save = group_of_one
     group.abort(save, DELETED)
     assert (states(group), owner.aborted, owner.pending) == (["ABORTING"], [save.id], [])
-    group.heard(event(save, "cancelled"))
+    group.on_save_event(event(save, "cancelled"))
     owner.finish()
     assert (owner.registry[save.id], save.error) == ("cancelled", DELETED.error)
     assert save.record.error_message == "deleted"
@@ -101,14 +101,14 @@ def test_a_save_that_is_given_up_is_aborted_and_ends_as_was_said(group_of_one: t
 def test_an_engine_that_fails_while_it_aborts_knows_better(group_of_one: tuple[SaveGroup, FakeOwner, LiveSave]) -> None:
     group, owner, save = group_of_one
     group.abort(save, DELETED)
-    group.heard(event(save, "failed"))
+    group.on_save_event(event(save, "failed"))
     owner.finish()
     assert (owner.registry[save.id], save.record.error_code) == ("failed", "no_space")
 
 
 def test_an_engine_that_cancels_unasked_ends_the_save_as_cancelled(group_of_one: tuple[SaveGroup, FakeOwner, LiveSave]) -> None:
     group, owner, save = group_of_one
-    group.heard(event(save, "cancelled"))
+    group.on_save_event(event(save, "cancelled"))
     owner.finish()
     assert (owner.registry[save.id], save.record.error_message) == ("cancelled", "the request was aborted")
 
@@ -159,7 +159,7 @@ def test_events_of_a_save_that_has_ended_change_nothing(group_of_one: tuple[Save
     owner.finish()
     before, changes = (save.record, save.file, dict(save.times_ns), save.ending), Counter[str]()
     save.on_change = lambda: changes.update(["change"])
-    group.heard(event(save, status, time_ns=1, file=None))
+    group.on_save_event(event(save, status, time_ns=1, file=None))
     group.abort_all(DELETED)
     assert (save.record, save.file, save.times_ns, save.ending) == before
     assert (owner.pending, owner.aborted, owner.ended, changes) == ([], [], [save.id], {})
@@ -169,8 +169,8 @@ def test_every_move_of_a_save_is_told(group_of_one: tuple[SaveGroup, FakeOwner, 
     group, owner, save = group_of_one
     told: list[str] = []
     save.on_change = lambda: told.append(save.state.name)
-    group.heard(event(save, "running"))
-    group.heard(event(save, "writing"))
+    group.on_save_event(event(save, "running"))
+    group.on_save_event(event(save, "writing"))
     publish(group, owner, save)
     owner.finish()
     assert told == ["RUNNING", "WRITING", "COMPLETING", "COMPLETING", "COMPLETED"]
@@ -208,7 +208,7 @@ def test_a_text_that_nobody_keeps_is_waited_for_all_the_same() -> None:
 
 def test_the_text_of_a_save_that_has_ended_changes_nothing() -> None:
     group, owner = make_group(1, "independent", awaits_text=True)
-    group.heard(event(group.saves[0], "failed"))
+    group.on_save_event(event(group.saves[0], "failed"))
     owner.finish()
     group.text_done(group.saves[0], output={"text": "late"})
     assert (owner.progress, owner.pending, group.saves[0].record.output) == ([], [], None)
@@ -265,20 +265,20 @@ def test_all_or_nothing_one_that_has_no_file_takes_the_others_with_it(how: str) 
     group, owner = make_group(4, "all_or_nothing")
     first, published, running, queued = group.saves
     publish(group, owner, published)
-    group.heard(event(running, "running"))
-    group.heard(event(first, "running"))
+    group.on_save_event(event(running, "running"))
+    group.on_save_event(event(first, "running"))
     if how == "deleted":
         group.abort(first, DELETED)
     else:
-        group.heard(event(first, how))
+        group.on_save_event(event(first, how))
     assert states(group) == ["ABORTING" if how == "deleted" else "ENDING", "REMOVING", "ABORTING", "ABORTING"]
     assert owner.aborted == [save.id for save in ((first,) if how == "deleted" else ()) + (running, queued)]
-    assert group.first_without_file is first
-    assert group.given_up
-    assert [save.ending for save in group.saves[1:]] == [WITH_THE_OTHERS] * 3
+    assert group.first_failed is first
+    assert group.aborted
+    assert [save.ending for save in group.saves[1:]] == [SIBLING_FAILED] * 3
     publish(group, owner, running)  # It came too late.
-    group.heard(event(queued, "cancelled"))
-    group.heard(event(first, "cancelled"))
+    group.on_save_event(event(queued, "cancelled"))
+    group.on_save_event(event(first, "cancelled"))
     owner.finish_all()
     assert statuses(group, owner) == ["failed" if how == "failed" else "cancelled", "failed", "failed", "failed"]
     assert owner.files == set()
@@ -289,14 +289,14 @@ def test_independent_saves_complete_and_fail_alone() -> None:
     group, owner = make_group(3, "independent")
     publish(group, owner, group.saves[2])
     assert owner.finish().ids == [group.saves[2].id]
-    group.heard(event(group.saves[0], "failed"))
+    group.on_save_event(event(group.saves[0], "failed"))
     assert owner.finish().ids == [group.saves[0].id]
-    assert (states(group), group.ended, group.given_up) == (["DISCARDED", "QUEUED", "COMPLETED"], False, False)
+    assert (states(group), group.ended, group.aborted) == (["DISCARDED", "QUEUED", "COMPLETED"], False, False)
     publish(group, owner, group.saves[1])
     owner.finish()
     assert statuses(group, owner) == ["failed", "completed", "completed"]
     assert owner.aborted == []
-    assert group.first_without_file is group.saves[0]
+    assert group.first_failed is group.saves[0]
 
 
 def test_all_or_nothing_a_commit_that_fails_takes_all_files_back() -> None:
@@ -313,7 +313,7 @@ def test_all_or_nothing_a_commit_that_fails_takes_all_files_back() -> None:
 def test_whoever_gives_all_up_ends_what_can_be_ended() -> None:
     group, owner = make_group(3, "independent")
     publish(group, owner, group.saves[0])
-    group.heard(event(group.saves[1], "writing"))
+    group.on_save_event(event(group.saves[1], "writing"))
     group.abort_all(DELETED)
     assert states(group) == ["COMPLETING", "ABORTING", "ABORTING"]
     assert [save.ending for save in group.saves] == [None, DELETED, DELETED]
@@ -324,10 +324,10 @@ def test_saves_that_are_given_up_together_end_for_the_same_reason(mode: GroupMod
     group, owner = make_group(3, mode, awaits_text=True)
     publish(group, owner, group.saves[1])
     group.abort_all(DELETED)
-    group.abort_all(WITH_THE_OTHERS)
+    group.abort_all(SIBLING_FAILED)
     assert [save.ending for save in group.saves] == [DELETED] * 3
     for save in group.saves:
-        group.heard(event(save, "cancelled"))
+        group.on_save_event(event(save, "cancelled"))
     owner.finish_all()
     assert statuses(group, owner) == ["cancelled"] * 3
 
@@ -356,7 +356,7 @@ def test_a_group_that_is_withdrawn_has_ended_without_a_word_to_the_registry() ->
     assert (states(group), group.ended) == (["DISCARDED"] * 2, True)
     assert (owner.pending, owner.ended, owner.progress) == ([], [], [])
     assert changes == {"change": 2}
-    group.heard(event(group.saves[1], "running"))
+    group.on_save_event(event(group.saves[1], "running"))
     assert states(group) == ["DISCARDED"] * 2
 
 
@@ -405,7 +405,7 @@ def test_nobody_waits_for_the_text_of_a_save_that_has_ended_without() -> None:
         group, owner = make_group(1, "independent", awaits_text=True)
         waiting = asyncio.ensure_future(group.until_texts_done())
         await asyncio.sleep(0)
-        group.heard(event(group.saves[0], "failed"))
+        group.on_save_event(event(group.saves[0], "failed"))
         owner.finish()
         await waiting
 
@@ -443,13 +443,13 @@ class GroupMachine(RuleBasedStateMachine):
             if status == "completed":
                 publish(self.group, self.owner, self.group.saves[index])
             else:
-                self.group.heard(event(self.group.saves[index], status))
+                self.group.on_save_event(event(self.group.saves[index], status))
 
     @rule(index=st.integers(0, NUM_SAVES - 1), status=st.sampled_from(["failed", "cancelled"]))
     def engine_ends(self, index: int, status: str) -> None:
         if self.said[index] < len(ENGINE):
             self.said[index] = len(ENGINE)
-            self.group.heard(event(self.group.saves[index], status))
+            self.group.on_save_event(event(self.group.saves[index], status))
 
     @rule(index=st.integers(0, NUM_SAVES - 1))
     def text(self, index: int) -> None:

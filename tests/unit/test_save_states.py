@@ -39,7 +39,7 @@ def test_a_signal_moves_a_save_as_the_table_says_or_changes_nothing(state: str, 
     allowed = target != "-"
     assert save.can(Signal[signal]) is allowed
     assert save == before
-    assert save.take(Signal[signal]) is allowed
+    assert save.apply(Signal[signal]) is allowed
     if allowed:
         assert save.state is SaveState[target]
         shown = {"RUNNING": "running", "WRITING": "writing"}.get(target, "queued")

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from service.errors import Gone, ServiceError, StorageUnavailable
 from service.registry.records import SaveRecord
 from service.saves import files
-from service.saves.files import check_in_sight, device_of_saved, is_saved_file, open_saved, remove_saved
+from service.saves.files import check_reachable, device_of_saved, is_saved_file, open_saved, remove_saved
 from service.saves.paths.roots import SaveRoots
 
 ID = "a" * 32
@@ -175,7 +175,7 @@ def test_a_record_from_before_there_were_device_numbers_is_taken_for_one_of_this
     delete(world)
     with pytest.raises(Gone):
         opened(world, plain)
-    check_in_sight(world.roots, plain)
+    check_reachable(world.roots, plain)
 
 
 def test_the_status_tells_the_file_by_device_inode_size_and_kind(world: World) -> None:

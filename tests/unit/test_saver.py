@@ -112,7 +112,7 @@ Scenario = Callable[[World], Awaitable[None]]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
     """Runs a scenario on a loop of its own."""
-    monkeypatch.setattr(saver, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(saver, "FIRST_RETRY_SECONDS", 0.001)
 
     async def scenario_of(scenario: Scenario) -> None:
         registry, roots = FailingRegistry(tmp_path / "state"), SaveRoots([str(tmp_path / "saves")])
@@ -123,7 +123,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario],
         made.engine = world
         try:
             await scenario(world)
-            await made.settle()
+            await made.wait_idle()
             assert not made._tasks
         finally:
             threads.close()
@@ -235,8 +235,10 @@ def test_a_refused_request_leaves_no_record_and_no_reservation(run: Callable[[Sc
 
 
 def test_how_long_ends_are_committed_again_is_as_documented() -> None:
-    assert saver.COMMIT_SECONDS == 15
-    assert 0 < saver.PAUSE_SECONDS < saver.COMMIT_SECONDS < saver.LAST_SECONDS  # The end of the service waits for what is tried again.
+    assert saver.COMMIT_TIMEOUT_SECONDS == 15
+    assert (
+        0 < saver.FIRST_RETRY_SECONDS < saver.COMMIT_TIMEOUT_SECONDS < saver.SHUTDOWN_TIMEOUT_SECONDS
+    )  # The end of the service waits for what is tried again.
 
 
 @pytest.mark.parametrize("failures", [1, 3])
@@ -254,7 +256,7 @@ def test_an_end_is_committed_again_until_the_registry_takes_it(run: Callable[[Sc
 
 
 def test_between_two_attempts_there_is_a_pause_that_doubles(run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(saver, "FIRST_RETRY_SECONDS", 0.01)
 
     async def scenario(world: World) -> None:
         group = await world.group()
@@ -270,7 +272,7 @@ def test_between_two_attempts_there_is_a_pause_that_doubles(run: Callable[[Scena
 def test_after_some_time_the_files_are_taken_back_and_everybody_is_told(
     run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "COMMIT_SECONDS", 0.02)
+    monkeypatch.setattr(saver, "COMMIT_TIMEOUT_SECONDS", 0.02)
 
     async def scenario(world: World) -> None:
         group = await world.group(2)
@@ -304,8 +306,8 @@ def test_an_error_that_no_repetition_mends_is_not_tried_again(run: Callable[[Sce
 
 
 def test_the_end_of_the_service_waits_for_one_attempt_each(run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "PAUSE_SECONDS", 10**6)
-    monkeypatch.setattr(saver, "COMMIT_SECONDS", 10**9)
+    monkeypatch.setattr(saver, "FIRST_RETRY_SECONDS", 10**6)
+    monkeypatch.setattr(saver, "COMMIT_TIMEOUT_SECONDS", 10**9)
     pausing, pause = asyncio.Event(), Saver._pause
 
     async def noted(made: Saver, seconds: float) -> None:
@@ -320,7 +322,7 @@ def test_the_end_of_the_service_waits_for_one_attempt_each(run: Callable[[Scenar
         world.publish(group.saves[0])
         await pausing.wait()
         world.saver.stop_retrying()
-        await world.saver.settle()
+        await world.saver.wait_idle()
         assert group.ended
         assert world.registry.attempts == 3  # The one before, the last one for the file, and one for the failure.
         world.registry.failures = 0
@@ -331,11 +333,11 @@ def test_the_end_of_the_service_waits_for_one_attempt_each(run: Callable[[Scenar
 def test_the_end_of_the_service_does_not_wait_for_ever(
     run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saver, "LAST_SECONDS", 0.01)
+    monkeypatch.setattr(saver, "SHUTDOWN_TIMEOUT_SECONDS", 0.01)
 
     async def scenario(world: World) -> None:
         task = world.saver.start(asyncio.Event().wait())  # type: ignore[arg-type]
-        await world.saver.settle()
+        await world.saver.wait_idle()
         assert not task.done()
         task.cancel()
 
@@ -354,12 +356,12 @@ def test_work_that_fails_is_logged_and_work_that_is_cancelled_is_not(
         world.saver.loop.set_exception_handler(lambda _, context: complaints.append(context))
         world.saver.start(fail())
         world.saver.start(asyncio.Event().wait()).cancel()  # type: ignore[arg-type]
-        await world.saver.settle()
+        await world.saver.wait_idle()
         assert complaints == []
 
     run(scenario)
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [record.getMessage() for record in errors] == ["work on a save has failed"]
+    assert [record.getMessage() for record in errors] == ["a background task of a save failed"]
 
 
 def test_a_file_that_can_not_be_removed_keeps_nobody_waiting(
@@ -378,7 +380,7 @@ def test_a_file_that_can_not_be_removed_keeps_nobody_waiting(
 
     monkeypatch.setattr(saver, "remove_saved", broken)
     run(scenario)
-    assert "can't be taken back" in caplog.text
+    assert "can't be removed" in caplog.text
 
 
 def test_a_record_that_can_not_be_brought_up_to_date_is_only_logged(
@@ -394,7 +396,7 @@ def test_a_record_that_can_not_be_brought_up_to_date_is_only_logged(
 
         with monkeypatch.context() as patch:
             patch.setattr(world.registry, "update", refused)
-            group.heard(event(group.saves[0], "running"))
+            group.on_save_event(event(group.saves[0], "running"))
         world.publish(group.saves[0])
         await group.until_ended()
         assert await world.status(group.saves[0]) == "completed"

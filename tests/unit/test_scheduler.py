@@ -820,11 +820,11 @@ def test_a_quarter_of_a_step_is_left_to_prompts_and_no_more() -> None:
 
 def test_steps_grow_by_a_hundred_and_twenty_eighth_and_one_token_after_memory_ran_out() -> None:
     bench = Bench(budget=384)
-    bench.scheduler.use_fewer_tokens(300)
+    bench.scheduler.shrink_token_budget(300)
     sizes = []
     for _ in range(3):
-        sizes.append(bench.scheduler._batch_tokens)
-        bench.scheduler.use_more_tokens()
+        sizes.append(bench.scheduler._token_budget)
+        bench.scheduler.grow_token_budget()
     assert sizes == [150, 154, 158]
 
 

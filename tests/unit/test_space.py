@@ -14,7 +14,16 @@ from service.errors import DiskFull, ServiceError
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
 from service.saves.paths.roots import SaveRoots
-from service.saves.space import DEFAULT_RESERVE_PART, LARGEST_DEFAULT_RESERVE, NEAR, QUIET_SECONDS, Disk, Need, QuotaExceeded, Space
+from service.saves.space import (
+    DEFAULT_RESERVE_PART,
+    LARGEST_DEFAULT_RESERVE,
+    LOG_INTERVAL_SECONDS,
+    LOW_SPACE_FACTOR,
+    Disk,
+    Need,
+    QuotaExceeded,
+    Space,
+)
 
 BLOCK = 4096
 
@@ -42,7 +51,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_the_figures_are_as_documented() -> None:
-    assert (LARGEST_DEFAULT_RESERVE, DEFAULT_RESERVE_PART, NEAR, QUIET_SECONDS) == (2**30, 20, 1.25, 60)
+    assert (LARGEST_DEFAULT_RESERVE, DEFAULT_RESERVE_PART, LOW_SPACE_FACTOR, LOG_INTERVAL_SECONDS) == (2**30, 20, 1.25, 60)
 
 
 def nothing_written(save_id: str) -> int:
@@ -55,10 +64,10 @@ def needs(roots: SaveRoots, *blocks: int, first: int = 0) -> list[Need]:
 
 def test_the_default_reserve_is_the_smaller_of_1_gib_and_5_percent(registry: Registry, roots: SaveRoots, disk: SimpleNamespace) -> None:
     space, path = Space(registry, roots), roots.roots[0].path
-    space.look()
+    space.refresh()
     assert space.disks[path].reserve == 50 * BLOCK
     disk.f_blocks = 10**9
-    space.look()
+    space.refresh()
     assert space.disks[path].reserve == LARGEST_DEFAULT_RESERVE
 
 
@@ -152,11 +161,11 @@ def test_a_disk_near_its_reserve_is_a_line_in_the_log_now_and_then(
     registry: Registry, roots: SaveRoots, disk: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     space = Space(registry, roots)
-    space.look()
+    space.refresh()
     assert caplog.records == []
     disk.f_bavail = 60
     for _ in range(3):
-        space.look()
+        space.refresh()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert roots.roots[0].path in caplog.text
 
@@ -175,7 +184,7 @@ def test_a_look_tells_what_is_saved_and_free_and_kept_free(registry: Registry, r
     completed(registry, 7)
     space = Space(registry, roots, min_free_bytes=3)
     assert (space.saved_bytes, space.disks) == (0, {})
-    space.look()
+    space.refresh()
     root = roots.roots[0]
     assert (space.saved_bytes, space.disks) == (7, {root.path: Disk(os.fstat(root.fd).st_dev, 100 * BLOCK, 3)})
 
@@ -184,7 +193,7 @@ def test_a_look_tells_what_is_saved_and_free_and_kept_free(registry: Registry, r
 def test_the_default_reserve_to_the_byte(registry: Registry, roots: SaveRoots, disk: SimpleNamespace, blocks: int, reserve: int) -> None:
     disk.f_blocks = blocks
     space = Space(registry, roots)
-    space.look()
+    space.refresh()
     assert space.disks[roots.roots[0].path].reserve == reserve
 
 
@@ -202,7 +211,7 @@ def test_a_disk_that_can_not_be_looked_at_is_a_line_and_keeps_no_other_from_it(
 
     monkeypatch.setattr(os, "fstatvfs", figures)
     space = Space(registry, roots, min_free_bytes=0)
-    space.look()
+    space.refresh()
     assert list(space.disks) == [fine.path]
     assert caplog.messages == [f"the free space of {broken.path} can't be read: {os.strerror(errno.EIO)}"]
     roots.close()
@@ -213,7 +222,7 @@ def test_near_the_reserve_is_a_quarter_above_it(
     registry: Registry, roots: SaveRoots, disk: SimpleNamespace, caplog: pytest.LogCaptureFixture, blocks: int, warned: bool
 ) -> None:
     disk.f_bavail = blocks
-    Space(registry, roots).look()
+    Space(registry, roots).refresh()
     assert bool(caplog.messages) is warned
 
 
@@ -222,12 +231,12 @@ def test_what_running_saves_may_need_is_not_free(
 ) -> None:
     space, path = Space(registry, roots), roots.roots[0].path
     reserved(space, *needs(roots, 50))
-    space.look()
+    space.refresh()
     line = f"the disk of {path} is nearly full: 200.0 KiB are free, saves that need the last 200.0 KiB are refused"
     assert caplog.messages == [line]
     disk.f_bavail = 10
     caplog.clear()
-    Space(registry, roots).look()
+    Space(registry, roots).refresh()
     assert "nearly full: 40.0 KiB are free" in caplog.text
 
 
@@ -236,7 +245,7 @@ def test_a_reserve_of_nothing_is_never_near(
 ) -> None:
     disk.f_bavail = 0
     space = Space(registry, roots, min_free_bytes=0)
-    space.look()
+    space.refresh()
     reserved(space, *needs(roots, 10**6))
     assert caplog.messages == []
 
@@ -251,16 +260,16 @@ def test_a_warning_comes_again_after_a_minute_and_other_subjects_have_their_own(
 
     def lines() -> int:
         caplog.clear()
-        space.look()
+        space.refresh()
         for need in (needs(roots, 1), needs(roots, 1, first=1)):
             with pytest.raises(QuotaExceeded):
                 reserved(space, *need)
         return len(caplog.messages)
 
     assert lines() == 2
-    now[0] = QUIET_SECONDS - 1
+    now[0] = LOG_INTERVAL_SECONDS - 1
     assert lines() == 0
-    now[0] = QUIET_SECONDS
+    now[0] = LOG_INTERVAL_SECONDS
     assert lines() == 2
 
 

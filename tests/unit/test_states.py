@@ -24,7 +24,7 @@ def store(pages: int = 8) -> StateStore:
 
 
 def take(states: StateStore, holder: Holder, count: int) -> IntArray:
-    pages = states.take(holder, count)
+    pages = states.allocate(holder, count)
     assert pages is not None
     holder.num_held += count
     return pages
@@ -33,7 +33,7 @@ def take(states: StateStore, holder: Holder, count: int) -> IntArray:
 def test_pages_are_taken_all_together_or_not_at_all() -> None:
     states, holder = store(4), Holder()
     take(states, holder, 3)
-    assert states.take(holder, 2) is None
+    assert states.allocate(holder, 2) is None
     assert states.pool.num_available == 1
 
 
@@ -42,7 +42,7 @@ def test_what_was_promised_to_one_is_out_of_reach_for_others() -> None:
     states.reserve(promised)
     assert states.headroom(other) == 3
     assert states.headroom(promised) == 8
-    assert states.take(other, 4) is None
+    assert states.allocate(other, 4) is None
     take(states, other, 3)
     assert states.headroom(promised) == 5
     take(states, promised, 5)
@@ -62,8 +62,8 @@ def test_a_promise_counts_once_and_ends_when_it_is_given_back() -> None:
     states.reserve(promised)
     states.reserve(promised)
     assert states.headroom(other) == 3
-    states.unreserve(promised)
-    states.unreserve(promised)
+    states.cancel_reservation(promised)
+    states.cancel_reservation(promised)
     assert states.headroom(other) == 8
 
 

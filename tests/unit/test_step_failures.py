@@ -178,11 +178,11 @@ def test_a_runner_that_recovers_in_time_has_all_its_attempts_again() -> None:
 
 def test_where_others_hold_every_block_a_bad_request_proves_nothing() -> None:
     bench, faulty = make(full_blocks=4, sliding_blocks=4, prefix_cache=False)
-    held = [group.pool.take(3) for group in bench.kv.groups]
+    held = [group.pool.allocate(3) for group in bench.kv.groups]
     faulty.bad = {"bad0", "bad1", "bad2", "bad3"}
     for i in range(4):
         bench.add(f"bad{i}", [1], layers=(1,), salt=f"{i}")  # one layer deep: the second group's last block is not its own
-        taken = bench.kv.groups[1].pool.take(1)
+        taken = bench.kv.groups[1].pool.allocate(1)
         bench.step()
         assert_failed(bench, f"bad{i}")
         assert taken is not None

@@ -12,10 +12,10 @@ import torch
 from engine.capture.sink import StagedSink
 from engine.device.packing import Packing, arrays_to_device
 from engine.device.resolve import use_device
-from engine.device.streams import HostCopies, HostStream, OneStream
+from engine.device.streams import HostCopies, HostStream, SingleStreamCheck
 from engine.execution import runner
 from engine.request import SamplingParams
-from engine.sampling.sampler import Choice, SampledRow
+from engine.sampling.sampler import SampledRow, SamplerOutput
 from tests.unit.decode_bench import CPU, DecodeBench, FakeRecorder
 from tests.unit.deferred_stream import DeferredStream
 
@@ -70,13 +70,13 @@ def test_captured_rows_are_sent_off_before_tokens_are_chosen_or_waited_for(monke
     bench = DecodeBench(sink=lambda rows: StagedSink(rows, 2000, CPU, stream=stream), overlap=True, stream=stream)
     on_their_way: list[list[torch.dtype]] = []
     sampler = bench.core._parts.sampler
-    choose = sampler.choose
+    choose = sampler.launch
 
-    def chosen(logits: torch.Tensor, rows: Sequence[SampledRow]) -> Choice:
+    def chosen(logits: torch.Tensor, rows: Sequence[SampledRow]) -> SamplerOutput:
         on_their_way.append([copy.target.dtype for copy in stream.pending])
         return choose(logits, rows)
 
-    monkeypatch.setattr(sampler, "choose", chosen)
+    monkeypatch.setattr(sampler, "launch", chosen)
     bench.add("a", [1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0), (0, 4))
     bench.step()
     assert on_their_way == [[torch.float32]]
@@ -98,13 +98,13 @@ def test_copies_of_a_step_are_all_waited_for_and_their_sources_live_until_then()
 def test_steps_on_a_second_stream_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     current = ["one"]
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
-    stream = OneStream(GPU)
+    stream = SingleStreamCheck(GPU)
     stream.check()
     stream.check()
     current[0] = "another"
     with pytest.raises(AssertionError, match="more than one stream"):
         stream.check()
-    OneStream(CPU).check()
+    SingleStreamCheck(CPU).check()
 
 
 def test_a_thread_works_on_the_device_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ def pool() -> BlockPool:
 
 
 def take(pool: BlockPool, count: int) -> IntArray:
-    pages = pool.take(count)
+    pages = pool.allocate(count)
     assert pages is not None
     return pages
 

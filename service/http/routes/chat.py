@@ -2,9 +2,9 @@
 
 from fastapi import APIRouter, Request, Response
 
-from service.http.answers.answering import RESPONSES, answer
-from service.http.answers.bodies import encoded
-from service.http.disconnect import unless_gone
+from service.http.disconnect import unless_disconnected
+from service.http.responses.bodies import encoded
+from service.http.responses.respond import RESPONSES, respond
 from service.http.routes.dependencies import Owner, ReadServices, WorkServices
 from service.http.strict_json import StrictRoute
 from service.requests.admission import check_model
@@ -21,14 +21,14 @@ async def create_chat_completion(body: ChatRequest, request: Request, services: 
 
     `tools` are shown to the model by the template; the text that it answers is not searched for calls of them.
     """
-    return await answer(services, body, request, owner)
+    return await respond(services, body, request, owner)
 
 
 @router.post("/v1/chat/completions/render", response_model=RenderAnswer, responses=ERRORS | WRONG_MODEL)
 async def render_chat(body: RenderRequest, request: Request, services: ReadServices, owner: Owner) -> Response:
     """The tokens that the same messages would be run as."""
     check_model(services, body.model)
-    return await unless_gone(services.threads.tokens.run(owner, _rendered, services, body), request.receive)
+    return await unless_disconnected(services.threads.tokens.run(owner, _rendered, services, body), request.receive)
 
 
 def _rendered(services: Services, body: RenderRequest) -> Response:

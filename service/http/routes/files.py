@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from service.errors import Busy, Conflict, Gone
-from service.http.disconnect import unless_gone
+from service.http.disconnect import unless_disconnected
 from service.http.downloads import SavedContent, answer, content_of
 from service.http.routes.dependencies import Owner, ReadServices, own_record
 from service.registry.records import SaveRecord
@@ -47,7 +47,7 @@ async def head_file(save_id: str, request: Request, services: ReadServices, owne
 
 async def _answer(save_id: str, request: Request, services: Services, owner: str | None, *, head: bool) -> Response:
     record = await own_record(services, owner, save_id)
-    content = await unless_gone(_open(services, record, owner), request.receive)
+    content = await unless_disconnected(_open(services, record, owner), request.receive)
     return answer(content, _headers(request), services.disk_of(record).reads, head=head)
 
 
@@ -78,11 +78,11 @@ async def _opened(services: Services, record: SaveRecord, owner: str | None) -> 
     content = await services.disk_of(record).reads.run(owner, _open_content, services, record)
     downloads = services.shares.downloads
     try:
-        downloads.take(owner)
+        downloads.acquire(owner)
     except Busy:
         content.close()
         raise
-    return replace(content, on_close=partial(downloads.give_back, owner))
+    return replace(content, on_close=partial(downloads.release, owner))
 
 
 def _open_content(services: Services, record: SaveRecord) -> SavedContent:

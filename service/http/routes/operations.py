@@ -1,4 +1,4 @@
-"""Health, version and metrics: for whoever runs the service."""
+"""Health, version and metrics, for operators."""
 
 from typing import Any
 

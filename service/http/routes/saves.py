@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from service.errors import NotFound
-from service.http.answers.bodies import encoded
-from service.http.disconnect import unless_gone
+from service.http.disconnect import unless_disconnected
+from service.http.responses.bodies import encoded
 from service.http.routes.dependencies import Owner, ReadServices, own_record
 from service.registry.records import SaveRecord, SaveStatus
 from service.saves.paths.names import ClientPathMap
@@ -37,8 +37,8 @@ async def get_save(
     """The record of a save."""
     record: SaveRecord | None = await own_record(services, owner, save_id)
     if wait:
-        with services.shares.polls.taken(owner):
-            record = await unless_gone(services.registry.wait(save_id, wait), request.receive)
+        with services.shares.polls.acquired(owner):
+            record = await unless_disconnected(services.registry.wait(save_id, wait), request.receive)
     if record is None:  # deleted meanwhile
         raise NotFound("there is no such save", param="save_id")
     return Response(encoded(save_view(services, record)), media_type="application/json")
@@ -49,7 +49,7 @@ async def remove_save(save_id: str, request: Request, services: ReadServices, ow
     """Cancels a running save, or removes file, lock file and record of one that has ended. A save that isn't there is removed already."""
     with contextlib.suppress(NotFound):
         record = await own_record(services, owner, save_id)
-        await unless_gone(services.deleter.delete(record), request.receive)
+        await unless_disconnected(services.deleter.delete(record), request.receive)
     return Response(status_code=204)
 
 

@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Request, Response
 
 from engine.errors import InvalidRequest
-from service.http.answers.bodies import encoded
-from service.http.disconnect import unless_gone
+from service.http.disconnect import unless_disconnected
+from service.http.responses.bodies import encoded
 from service.http.routes.dependencies import Owner, ReadServices
 from service.http.strict_json import StrictRoute
 from service.requests.admission import check_model
@@ -21,14 +21,14 @@ router = APIRouter(tags=["tokens"], route_class=StrictRoute)
 async def tokenize(body: TokenizeRequest, request: Request, services: ReadServices, owner: Owner) -> Response:
     """The tokens of a text, or of messages."""
     check_model(services, body.model)
-    return await unless_gone(services.threads.tokens.run(owner, _tokenized, services, body), request.receive)
+    return await unless_disconnected(services.threads.tokens.run(owner, _tokenized, services, body), request.receive)
 
 
 @router.post("/detokenize", response_model=DetokenizeAnswer, responses=ERRORS | WRONG_MODEL)
 async def detokenize(body: DetokenizeRequest, request: Request, services: ReadServices, owner: Owner) -> Response:
     """The text of tokens, special ones included."""
     check_model(services, body.model)
-    return await unless_gone(services.threads.tokens.run(owner, _detokenized, services, body), request.receive)
+    return await unless_disconnected(services.threads.tokens.run(owner, _detokenized, services, body), request.receive)
 
 
 def _tokenized(services: Services, body: TokenizeRequest) -> Response:

@@ -113,7 +113,7 @@ class DirectoryCursor:
                 if made:
                     self._set_mode(child)
                 return child
-        raise DirectoryVanished("a directory of the path is removed by somebody else again and again", param=PARAM)
+        raise DirectoryVanished("a directory of the path keeps being removed by another process", param=PARAM)
 
     def _make(self, name: str) -> bool:
         try:

@@ -16,7 +16,7 @@ from service.saves.paths.names import MAX_PATH_BYTES, PARAM, ClientPathMap, Part
 
 @dataclass(frozen=True)
 class OpenTarget:
-    """A name in an open directory. The descriptor belongs to whoever holds the target."""
+    """A name in an open directory. The holder of the target owns the descriptor."""
 
     directory_fd: int
     name: str

@@ -13,8 +13,8 @@ import pytest
 from engine.errors import ConfigError, SaveError
 from engine.saves import file, libc
 from engine.saves.file import WRITE_BACK_BYTES, PartFile
-from engine.saves.patience import Patience
 from engine.saves.publish import REMOVE_ATTEMPTS, PublishMethod, probe_publishing, publish_file, remove_if_present
+from engine.saves.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from tests.unit.saves.conftest import Bench
@@ -245,13 +245,13 @@ def test_a_file_that_others_take_away_whenever_it_is_made_is_an_error_in_the_end
     names: list[str] = []
     monkeypatch.setattr(file, "names_file", lambda _directory, name, _fd: bool(names.append(name)))
     with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
-        PartFile.create(directory, ".a.part", 0o022, Patience(0.0), write_back=False)
+        PartFile.create(directory, ".a.part", 0o022, RetryPolicy(0.0), write_back=False)
     assert names == [".a.part"] * file.CREATE_ATTEMPTS
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_was_discarded_is_closed_once(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = PartFile.create(directory, ".a.part", 0o022, Patience(0.0), write_back=False)
+    part = PartFile.create(directory, ".a.part", 0o022, RetryPolicy(0.0), write_back=False)
     closed: list[int] = []
     monkeypatch.setattr(os, "close", closed.append)
     opened = part.fd

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from engine.errors import SaveError
 from engine.saves import file as part_file
-from engine.saves import libc, lock, patience
+from engine.saves import libc, lock, retry
 from engine.saves.inspect import inspect_file
-from engine.saves.patience import AT_ONCE, FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS, Patience, TryLater
+from engine.saves.retry import INITIAL_DELAY_SECONDS, MAX_DELAY_SECONDS, MAX_IMMEDIATE_RETRIES, RetryLater, RetryPolicy
 
 if TYPE_CHECKING:
     from tests.unit.saves.conftest import Bench
@@ -47,16 +47,16 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(patience, "time", self)
+        monkeypatch.setattr(retry, "time", self)
 
     def monotonic(self) -> float:
         return self.now
 
 
-def pauses(patient: Patience, call: Call, clock: Clock, count: int) -> list[float]:
+def pauses(patient: RetryPolicy, call: Call, clock: Clock, count: int) -> list[float]:
     found = []
     for _ in range(count):
-        with pytest.raises(TryLater) as later:
+        with pytest.raises(RetryLater) as later:
             patient.run(call)
         found.append(later.value.seconds)
         clock.now += later.value.seconds
@@ -64,36 +64,36 @@ def pauses(patient: Patience, call: Call, clock: Clock, count: int) -> list[floa
 
 
 def test_pauses_double_up_to_a_bound_and_end_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, patient, call = Clock(monkeypatch), Patience(2.0), Call(*[errno.ENOSPC] * 100)
+    clock, patient, call = Clock(monkeypatch), RetryPolicy(2.0), Call(*[errno.ENOSPC] * 100)
     found = pauses(patient, call, clock, 9)
-    assert found[:3] == [FIRST_DELAY_SECONDS, 2 * FIRST_DELAY_SECONDS, 4 * FIRST_DELAY_SECONDS]
-    assert max(found) == LONGEST_DELAY_SECONDS
+    assert found[:3] == [INITIAL_DELAY_SECONDS, 2 * INITIAL_DELAY_SECONDS, 4 * INITIAL_DELAY_SECONDS]
+    assert max(found) == MAX_DELAY_SECONDS
     assert sum(found) == pytest.approx(2.0)
     with pytest.raises(OSError, match="No space left"):
         patient.run(call)
 
 
 def test_progress_gives_all_the_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, patient, call = Clock(monkeypatch), Patience(0.05), Call(*[errno.EIO] * 100)
+    clock, patient, call = Clock(monkeypatch), RetryPolicy(0.05), Call(*[errno.EIO] * 100)
     pauses(patient, call, clock, 2)
-    patient.progressed()
-    assert pauses(patient, call, clock, 1) == [FIRST_DELAY_SECONDS]
+    patient.reset()
+    assert pauses(patient, call, clock, 1) == [INITIAL_DELAY_SECONDS]
 
 
 def test_an_interrupted_call_is_repeated_at_once_but_not_for_ever() -> None:
-    call = Call(*[errno.EINTR] * AT_ONCE)
-    assert Patience(0.0).run(call) == AT_ONCE + 1
-    with pytest.raises(TryLater):
-        Patience(1.0).run(Call(*[errno.EAGAIN] * (AT_ONCE + 1)))
+    call = Call(*[errno.EINTR] * MAX_IMMEDIATE_RETRIES)
+    assert RetryPolicy(0.0).run(call) == MAX_IMMEDIATE_RETRIES + 1
+    with pytest.raises(RetryLater):
+        RetryPolicy(1.0).run(Call(*[errno.EAGAIN] * (MAX_IMMEDIATE_RETRIES + 1)))
     with pytest.raises(InterruptedError):
-        Patience(0.0).run(Call(*[errno.EINTR] * (AT_ONCE + 1)))
+        RetryPolicy(0.0).run(Call(*[errno.EINTR] * (MAX_IMMEDIATE_RETRIES + 1)))
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EBADF, errno.ENXIO, errno.EFBIG, errno.ESTALE])
 def test_what_time_does_not_heal_is_raised_at_once(number: int) -> None:
     call = Call(number)
     with pytest.raises(OSError, match=re.escape(os.strerror(number))):
-        Patience(1000.0).run(call)
+        RetryPolicy(1000.0).run(call)
     assert call.count == 1
 
 

@@ -1,4 +1,4 @@
-"""Which positions a save's rows were handed in for."""
+"""The positions for which a save has received rows."""
 
 from array import array
 
@@ -8,7 +8,7 @@ from engine.errors import SaveError
 from engine.saves.selection import IntArray, positions_of
 
 
-class HandedPositions:
+class ReceivedPositions:
     """Grows by the ranges of each chunk; those that touch are one."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class HandedPositions:
         flat = bounds.reshape(-1)
         end = self._bounds[-1] if self._bounds else 0
         if not len(flat) or flat[0] < end or (np.diff(flat) < 0).any() or (bounds[:, 0] == bounds[:, 1]).any():
-            raise SaveError("engine_error", f"rows behind position {end} were handed in out of order")
+            raise SaveError("engine_error", f"rows behind position {end} were submitted out of order")
         if self._bounds and flat[0] == end:
             self._bounds.pop()
             flat = flat[1:]

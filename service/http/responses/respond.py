@@ -5,9 +5,9 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from service.http.answers.bodies import accepted_answer, encoded, replayed_answer, whole_answer
-from service.http.answers.stream import CompletionStream, EventStream, replayed_events
-from service.http.disconnect import unless_gone
+from service.http.disconnect import unless_disconnected
+from service.http.responses.bodies import accepted_response, encoded, full_response, replayed_response
+from service.http.responses.stream import CompletionStream, EventStream, replayed_events
 from service.http.strict_json import StrictRequest
 from service.observe.logs import lines_of_saves
 from service.requests.admission import Plan, admit, make_plan
@@ -35,13 +35,13 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-async def answer(services: Services, body: GenerationRequest, request: Request, owner: str | None) -> Response:
+async def respond(services: Services, body: GenerationRequest, request: Request, owner: str | None) -> Response:
     """Admits what a body asks for and answers it: whole, as a stream, at once, or out of the records of an earlier request."""
     request.state.request_id = body.request_id or request.state.request_id
-    return await unless_gone(_answer(services, body, request, owner), request.receive)
+    return await unless_disconnected(_respond(services, body, request, owner), request.receive)
 
 
-async def _answer(services: Services, body: GenerationRequest, request: Request, owner: str | None) -> Response:
+async def _respond(services: Services, body: GenerationRequest, request: Request, owner: str | None) -> Response:
     """Of a request whose client is still there. Streams hear themselves when it leaves."""
     plan = await make_plan(services, body, request.state.request_id, StrictRequest.value_of(request), owner)
     started = await admit(services, plan)
@@ -54,7 +54,7 @@ async def _answer(services: Services, body: GenerationRequest, request: Request,
         return await _replay(services, plan, started)
     if plan.wait == "accepted":
         services.start_in_background(started.finish())
-        return _json(accepted_answer(services, plan, started), 202)
+        return _json(accepted_response(services, plan, started), 202)
     if body.stream:
         return EventStream(CompletionStream(services, plan, started).events(), started)
     return await _run(services, plan, started)
@@ -78,7 +78,7 @@ async def _run(services: Services, plan: Plan, generation: Generation) -> Respon
     try:
         await generation.run()
         generation.close("completed")
-        return _json(whole_answer(services, plan, generation))
+        return _json(full_response(services, plan, generation))
     except Exception:
         generation.close("failed")
         raise
@@ -90,11 +90,11 @@ async def _replay(services: Services, plan: Plan, replay: Replay) -> Response:
     """Answers out of the records of the first request with the key, waiting for as much of it as that request did."""
     try:
         if plan.wait == "accepted":
-            return _json(replayed_answer(services, plan, replay.records), 202)
-        await replay.settled(texts_only=plan.wait is False)
+            return _json(replayed_response(services, plan, replay.records), 202)
+        await replay.wait_until_done(texts_only=plan.wait is False)
         if not plan.body.stream:
             replay.check_whole()
-            return _json(replayed_answer(services, plan, replay.records))
+            return _json(replayed_response(services, plan, replay.records))
         return EventStream(replayed_events(services, plan, replay.records), None)
     finally:
         replay.leave()

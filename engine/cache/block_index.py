@@ -17,7 +17,7 @@ _NO_SET = _NO_LABEL = 0
 """The first row and the first column of the table of members, which stay empty."""
 
 
-class Contents:
+class BlockIndex:
     """Every set has a number while it has blocks. All methods take arrays and sequences that name nothing twice."""
 
     def __init__(self, num_blocks: int) -> None:

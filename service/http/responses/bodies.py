@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from service.http.answers.shapes import shape_of
+from service.http.responses.shapes import shape_of
 from service.registry.records import SaveRecord
 from service.requests.admission import Plan
 from service.requests.choice import Choice, Delta
@@ -37,13 +37,13 @@ def envelope(services: Services, plan: Plan, created: int, choices: Sequence[Jso
     return body
 
 
-def whole_answer(services: Services, plan: Plan, generation: Generation) -> Json:
-    choices = [_whole_choice(plan, generation, choice) for choice in generation.choices]
+def full_response(services: Services, plan: Plan, generation: Generation) -> Json:
+    choices = [_full_choice(plan, generation, choice) for choice in generation.choices]
     top = _top_fields(plan, generation.choices[0].prompt_logprobs)
     return envelope(services, plan, generation.created, choices) | top | {"usage": generation.usage()}
 
 
-def _whole_choice(plan: Plan, generation: Generation, choice: Choice) -> Json:
+def _full_choice(plan: Plan, generation: Generation, choice: Choice) -> Json:
     result = generation.results[choice.index]
     body = shape_of(plan.body).whole(choice.index, result.text, result.logprobs, choice.finish_reason)
     body |= choice_fields(plan, choice.prompt, choice.token_ids, choice.stop_reason) | _own_logprobs(plan, choice.prompt_logprobs)
@@ -76,7 +76,7 @@ def choice_fields(plan: Plan, prompt: PreparedPrompt | None, token_ids: Sequence
     return body
 
 
-def accepted_answer(services: Services, plan: Plan, generation: Generation) -> Json:
+def accepted_response(services: Services, plan: Plan, generation: Generation) -> Json:
     """The answer to `wait: "accepted"`: nothing is known yet but where things will be."""
     choices = [_accepted_choice(plan, choice) for choice in generation.choices]
     return envelope(services, plan, generation.created, choices) | _top_fields(plan, None)
@@ -106,7 +106,7 @@ def _with_transfer(body: Json, save: LiveSave | None) -> Json:
     return body if save is None else body | {"kv_transfer_params": save.transfer()}
 
 
-def replayed_answer(services: Services, plan: Plan, records: Sequence[SaveRecord]) -> Json:
+def replayed_response(services: Services, plan: Plan, records: Sequence[SaveRecord]) -> Json:
     """The answer to a repeated request, out of the records of the first one. For a stream its choices have the form of chunks."""
     choices = [_replayed_choice(services, plan, record) for record in records]
     outputs = [record.output for record in records if record.output]

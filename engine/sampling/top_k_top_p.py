@@ -1,7 +1,8 @@
-"""Random choice of tokens: which ones are left by top-k, top-p and min-p, and one drawn from them.
+"""Sampling of tokens: filters by top-k, top-p and min-p, then samples from the candidates that remain.
 
-A row's draw is a single uniform number on the cumulative distribution in token-id order. So a seeded request needs one random
-number per token, and rounding of the logits moves its outcome only where the number falls within that rounding of a border.
+A row is sampled by inverse transform: a single uniform number on the cumulative distribution in token-id order. So a seeded
+request needs one random number per token, and rounding of the logits moves its outcome only where the number falls within that rounding
+of a border.
 """
 
 from dataclasses import dataclass
@@ -15,91 +16,91 @@ NUCLEUS_WIDTHS = (512, 8192)
 
 
 @dataclass(frozen=True)
-class Lots:
-    """Rows that a token is to be drawn for."""
+class SamplingBatch:
+    """Rows for which a token is to be sampled."""
 
     scores: torch.Tensor  # [rows, vocab] float32, logits / temperature, up to a constant per row
     top_p: torch.Tensor  # [rows, 1]; 1 or above: no limit
     min_p: torch.Tensor  # [rows, 1]
     uniform: torch.Tensor  # [rows, 1] float64 in [0, 1)
 
-    def select(self, rows: torch.Tensor) -> "Lots":
-        return Lots(self.scores[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
+    def select(self, rows: torch.Tensor) -> "SamplingBatch":
+        return SamplingBatch(self.scores[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is left of each row: weights that need not sum to one, and the tokens they belong to (None: all, in order)."""
+    """The candidates of each row: weights that need not sum to one, and the tokens they belong to (None: all, in order)."""
 
     weights: torch.Tensor  # [rows, candidates]
     ids: torch.Tensor | None = None  # [rows, candidates]
 
 
-def draw(lots: Lots, top_k: int, *, nucleus: bool = True) -> torch.Tensor:
+def sample_tokens(batch: SamplingBatch, top_k: int, *, nucleus: bool = True) -> torch.Tensor:
     """Token ids `[rows]`. `top_k` holds for all rows; 0: no limit. `nucleus`: whether some row's `top_p` is below 1.
 
     On a device other than the CPU the host waits for nothing.
     """
     if top_k:
-        return _pick(top_k_candidates(lots, top_k), lots.uniform)
+        return _sample_from_cdf(top_k_candidates(batch, top_k), batch.uniform)
     if not nucleus:
-        return _pick(all_candidates(lots), lots.uniform)
-    if lots.scores.device.type != "cpu":
-        return _pick(nucleus_candidates(lots, lots.scores.shape[-1])[0], lots.uniform)
-    return _draw_from_nucleus(lots)
+        return _sample_from_cdf(all_candidates(batch), batch.uniform)
+    if batch.scores.device.type != "cpu":
+        return _sample_from_cdf(nucleus_candidates(batch, batch.scores.shape[-1])[0], batch.uniform)
+    return _sample_from_nucleus(batch)
 
 
-def _draw_from_nucleus(lots: Lots) -> torch.Tensor:
-    rows, vocab = lots.scores.shape
+def _sample_from_nucleus(batch: SamplingBatch) -> torch.Tensor:
+    rows, vocab = batch.scores.shape
     narrow = [width for width in NUCLEUS_WIDTHS if width < vocab]
-    ids = torch.empty(rows, dtype=torch.int64, device=lots.scores.device)
+    ids = torch.empty(rows, dtype=torch.int64, device=batch.scores.device)
     rest = torch.arange(rows, device=ids.device)
     for width in (*narrow, vocab):
-        members = lots.select(rest)
+        members = batch.select(rest)
         candidates, complete = nucleus_candidates(members, width)
-        ids[rest] = _pick(candidates, members.uniform)
+        ids[rest] = _sample_from_cdf(candidates, members.uniform)
         rest = rest[~complete]
         if not len(rest):
             break
     return ids
 
 
-def all_candidates(lots: Lots) -> Candidates:
+def all_candidates(batch: SamplingBatch) -> Candidates:
     """Min-p alone: no order of the tokens is needed."""
-    probs = lots.scores.softmax(-1)
-    return Candidates(probs.masked_fill(probs < lots.min_p * probs.amax(-1, keepdim=True), 0))
+    probs = batch.scores.softmax(-1)
+    return Candidates(probs.masked_fill(probs < batch.min_p * probs.amax(-1, keepdim=True), 0))
 
 
-def top_k_candidates(lots: Lots, top_k: int) -> Candidates:
+def top_k_candidates(batch: SamplingBatch, top_k: int) -> Candidates:
     """The `top_k` likeliest tokens (of equal ones the lowest ids), and of their distribution what top-p and min-p leave."""
-    scores, ids = largest(lots.scores, top_k)
-    return Candidates(_filter(scores.softmax(-1), lots), ids)
+    scores, ids = largest(batch.scores, top_k)
+    return Candidates(_apply_top_p_min_p(scores.softmax(-1), batch), ids)
 
 
-def nucleus_candidates(lots: Lots, width: int) -> tuple[Candidates, torch.Tensor]:
+def nucleus_candidates(batch: SamplingBatch, width: int) -> tuple[Candidates, torch.Tensor]:
     """What top-p and min-p leave of the `width` likeliest tokens, and `[rows]` whether no further token would be left."""
-    scores, ids = largest(lots.scores, width)
-    probs = (scores - lots.scores.logsumexp(-1, keepdim=True)).exp()
-    complete = probs.sum(-1, dtype=torch.float64) >= lots.top_p[:, 0]
-    weights = _filter(probs, lots)
-    if width < lots.scores.shape[-1]:
+    scores, ids = largest(batch.scores, width)
+    probs = (scores - batch.scores.logsumexp(-1, keepdim=True)).exp()
+    complete = probs.sum(-1, dtype=torch.float64) >= batch.top_p[:, 0]
+    weights = _apply_top_p_min_p(probs, batch)
+    if width < batch.scores.shape[-1]:
         return Candidates(weights, ids), complete
     return Candidates(torch.empty_like(weights).scatter_(-1, ids, weights)), torch.ones_like(complete)
 
 
-def _filter(probs: torch.Tensor, lots: Lots) -> torch.Tensor:
+def _apply_top_p_min_p(probs: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Zeroes what top-p and min-p drop of probabilities `[rows, candidates]` in descending order.
 
     Top-p keeps a token if those before it do not reach p (arXiv 1904.09751), min-p if it has min_p times the first one's
     probability (arXiv 2407.01082). The first token always stays.
     """
     before = probs.cumsum(-1, dtype=torch.float64) - probs
-    dropped = ((lots.top_p < 1) & (before >= lots.top_p)) | (probs < lots.min_p * probs[:, :1])
+    dropped = ((batch.top_p < 1) & (before >= batch.top_p)) | (probs < batch.min_p * probs[:, :1])
     dropped[:, 0] = False
     return probs.masked_fill(dropped, 0)
 
 
-def _pick(candidates: Candidates, uniform: torch.Tensor) -> torch.Tensor:
+def _sample_from_cdf(candidates: Candidates, uniform: torch.Tensor) -> torch.Tensor:
     """The inverse of the cumulative distribution, in float64: `[rows]` token ids, never one of weight zero."""
     weights, ids = candidates.weights, candidates.ids
     if ids is not None:

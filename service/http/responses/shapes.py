@@ -12,7 +12,7 @@ ChoiceBody = Callable[[int, str, Json | None, str | None], Json]
 
 
 @dataclass(frozen=True)
-class AnswerShape:
+class ResponseShape:
     """Two shapes exist; `shape_of` says which one a request's answer has."""
 
     id_prefix: str
@@ -52,7 +52,7 @@ def _chat_choice(index: int, name: str, message: Json, logprobs: Json | None, fi
     return {"index": index, name: message, "logprobs": report, "finish_reason": finish_reason}
 
 
-COMPLETION = AnswerShape(
+COMPLETION = ResponseShape(
     id_prefix="cmpl-",
     whole_object="text_completion",
     chunk_object="text_completion",
@@ -62,7 +62,7 @@ COMPLETION = AnswerShape(
     always_opens=False,
     prompt_at_top=False,
 )
-CHAT = AnswerShape(
+CHAT = ResponseShape(
     id_prefix="chatcmpl-",
     whole_object="chat.completion",
     chunk_object="chat.completion.chunk",
@@ -74,5 +74,5 @@ CHAT = AnswerShape(
 )
 
 
-def shape_of(body: GenerationRequest) -> AnswerShape:
+def shape_of(body: GenerationRequest) -> ResponseShape:
     return CHAT if isinstance(body, ChatRequest) else COMPLETION

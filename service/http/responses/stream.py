@@ -6,8 +6,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.errors import ServiceError, as_service_error
-from service.http.answers.bodies import chunk_choice, encoded, envelope, first_chunk_choice, replayed_answer, top_ids
 from service.http.errors import error_body
+from service.http.responses.bodies import chunk_choice, encoded, envelope, first_chunk_choice, replayed_response, top_ids
 from service.registry.records import SaveRecord
 from service.requests.admission import Plan
 from service.requests.choice import Choice, Delta
@@ -117,7 +117,7 @@ def _error_event(error: ServiceError, index: int, num_choices: int) -> Json:
 async def replayed_events(services: Services, plan: Plan, records: Sequence[SaveRecord]) -> AsyncIterator[bytes]:
     """The records of a request in the form of its stream: failures come at the end."""
     failed = [record for record in records if record.status in ("failed", "cancelled")]
-    answer = replayed_answer(services, plan, records)
+    answer = replayed_response(services, plan, records)
     common = {name: value for name, value in answer.items() if name not in ("choices", "usage", "kv_transfer_params")}
     options = plan.body.stream_options
     continuous = options is not None and options.continuous_usage_stats

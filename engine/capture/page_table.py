@@ -1,4 +1,4 @@
-"""The hidden-state pages that one request holds, by block of positions."""
+"""The page table of one request: its hidden-state pages, by block of positions."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from engine.layers import LayerId
 from engine.saves.selection import Range, RowSelection, positions_of
 
 
-class HeldPages:
+class PageTable:
     """A page per layer for every block of positions that has rows to be kept; and pages that were promised at admission.
 
     A block is complete once rows were captured for all of its positions; it is then offered to the prefix cache.
@@ -27,7 +27,7 @@ class HeldPages:
         self._size = store.page_size
         self._pages: dict[int, IntArray] = {}
         """`[layers]` by block, blocks ascending."""
-        self._unbroken_from = 0
+        self._contiguous_from = 0
         """Every row from here on, up to the latest one that was captured, stands in its page."""
         self._claimed = False
 
@@ -47,7 +47,7 @@ class HeldPages:
         return need <= 0 or self._store.headroom(self) >= need
 
     def claim(self) -> None:
-        """What was promised is out of the others' reach from now on."""
+        """Reserves the promised pages: no other request can allocate them."""
         if self.reservation:
             self._claimed = True
             self._store.reserve(self)
@@ -60,8 +60,8 @@ class HeldPages:
         blocks: list[int] = np.unique(positions_in(ranges) // size).tolist()
         return blocks
 
-    def reach(self, ranges: Sequence[Range], end: int) -> int:
-        """How far a chunk of `ranges` that ends at `end` could go with the pages that there are; nothing is taken."""
+    def end_within_reach(self, ranges: Sequence[Range], end: int) -> int:
+        """How far a chunk of `ranges` that ends at `end` could go with the pages available; allocates nothing."""
         missing = [block for block in self.blocks_of(ranges) if block not in self._pages]
         if not missing:
             return end
@@ -70,30 +70,30 @@ class HeldPages:
             return end
         return max(missing[max(0, room)] * self._size, ranges[0][0])
 
-    def take(self, ranges: Sequence[Range]) -> None:
-        """Pages for all positions of `ranges`; `reach` has said that there are enough."""
+    def allocate(self, ranges: Sequence[Range]) -> None:
+        """Allocates pages for all positions of `ranges`; `end_within_reach` has said that there are enough."""
         missing = [block for block in self.blocks_of(ranges) if block not in self._pages]
         if not missing:
             return
-        taken = self._store.take(self, len(missing) * len(self._layers))
-        assert taken is not None, "the pages that a chunk was planned with are gone"
+        taken = self._store.allocate(self, len(missing) * len(self._layers))
+        assert taken is not None, "the pages that a chunk was planned with are missing"
         self._pages.update(zip(missing, taken.reshape(len(missing), -1), strict=True))
 
-    def take_for_row(self, position: int) -> IntArray | None:
+    def allocate_row(self, position: int) -> IntArray | None:
         """`[layers]`: the pages of the block that holds `position`; None where they can't be had."""
         block = position // self._size
         pages = self._pages.get(block)
         if pages is None:
-            pages = self._store.take(self, len(self._layers))
+            pages = self._store.allocate(self, len(self._layers))
             if pages is not None:
                 self._pages[block] = pages
         return pages
 
-    def of(self, blocks: Sequence[int]) -> IntArray:
+    def pages_of(self, blocks: Sequence[int]) -> IntArray:
         """`[blocks, layers]`."""
         return np.concatenate([self._pages[block] for block in blocks]).reshape(len(blocks), -1)
 
-    def fill(self, first: int, ranges: Sequence[Range], end: int) -> None:
+    def mark_filled(self, first: int, ranges: Sequence[Range], end: int) -> None:
         """Of positions `first … end - 1`, which follow those before, the rows in `ranges` stand in their pages; the others aren't kept.
 
         Blocks that have been given up since are passed over.
@@ -102,20 +102,20 @@ class HeldPages:
         complete: list[int] = []
         for low, high in ranges:
             if low > at:
-                self._unbroken_from = low
+                self._contiguous_from = low
             if low // size < high // size:
-                complete += range(max(low // size, -(-self._unbroken_from // size)), high // size)
+                complete += range(max(low // size, -(-self._contiguous_from // size)), high // size)
             at = high
         if at < end:
-            self._unbroken_from = end
+            self._contiguous_from = end
         complete = [block for block in complete if block in self._pages]
         if complete and self._chain is not None:
-            self._store.register(self._chain, complete, self._layers, self.of(complete))
+            self._store.register(self._chain, complete, self._layers, self.pages_of(complete))
 
-    def give(self, blocks: Sequence[int], end: int) -> IntArray:
-        """`[blocks, layers]`, ascending, for somebody else, who gives them back to the pool. Blocks that end at `end` or before it are held
+    def transfer(self, blocks: Sequence[int], end: int) -> IntArray:
+        """`[blocks, layers]`, ascending, for a new owner, which releases them to the pool. Blocks that end at `end` or before it are held
         no longer, the others by both."""
-        pages = self.of(blocks)
+        pages = self.pages_of(blocks)
         num_given = bisect_right(blocks, end // self._size - 1)
         for block in blocks[:num_given]:
             del self._pages[block]
@@ -123,17 +123,17 @@ class HeldPages:
             self._store.pool.retain(pages[num_given:].reshape(-1))
         return pages
 
-    def drop_before(self, position: int) -> None:
-        """Lets go of blocks that end at `position` or before it."""
-        self._drop([block for block in self._pages if (block + 1) * self._size <= position])
+    def release_before(self, position: int) -> None:
+        """Releases blocks that end at `position` or before it."""
+        self._release([block for block in self._pages if (block + 1) * self._size <= position])
 
-    def drop_all(self) -> None:
-        self._drop(list(self._pages))
+    def release_all(self) -> None:
+        self._release(list(self._pages))
 
     def close(self) -> None:
-        self.drop_all()
+        self.release_all()
         self._claimed = False
-        self._store.unreserve(self)
+        self._store.cancel_reservation(self)
 
     # Prefix hits
 
@@ -155,7 +155,7 @@ class HeldPages:
             pages = self._cached(first, end)
             assert len(pages) == end - first, "a cached page that was found is gone"
             self._store.pool.retain(pages.reshape(-1))
-            self._drop([block for block in range(first, end) if block in self._pages])
+            self._release([block for block in range(first, end) if block in self._pages])
             self._pages.update(zip(range(first, end), pages, strict=True))
         self._pages = dict(sorted(self._pages.items()))
 
@@ -165,10 +165,10 @@ class HeldPages:
             return np.zeros((0, len(self._layers)), np.int64)
         return self._store.lookup(self._chain, first, min(end, self._chain.num_full_blocks), self._layers)
 
-    def _drop(self, blocks: Sequence[int]) -> None:
+    def _release(self, blocks: Sequence[int]) -> None:
         if not blocks:
             return
-        self._unbroken_from = max(self._unbroken_from, (max(blocks) + 1) * self._size)
+        self._contiguous_from = max(self._contiguous_from, (max(blocks) + 1) * self._size)
         self._store.pool.release(np.concatenate([self._pages.pop(block) for block in blocks]))
 
 
