@@ -64,7 +64,8 @@ def update(database: sqlite3.Connection, save_id: str, changes: Mapping[str, Any
     if changed.ended and changed.finished is None:
         changed = replace(changed, finished=time.time())
     if changed.status == "completed" and changed.ttl_seconds is not None and changed.expires is None:
-        changed = replace(changed, expires=(changed.finished or 0.0) + changed.ttl_seconds)
+        assert changed.finished is not None
+        changed = replace(changed, expires=changed.finished + changed.ttl_seconds)
     database.execute(_UPDATE, [*(to_column(name, getattr(changed, name)) for name in _CHANGEABLE), save_id])
     return changed
 
