@@ -606,6 +606,75 @@ def test_it_does_everything_at_the_start_and_ends_when_told(world: World) -> Non
     assert not path_of(record).exists()
 
 
+def counted(world: World, monkeypatch: pytest.MonkeyPatch, name: str, at_the: dict[int, Callable[[], None]]) -> list[None]:
+    """Grows by one with every run of a job, which does something at the runs of some numbers."""
+    runs: list[None] = []
+
+    async def job() -> None:
+        runs.append(None)
+        at_the.get(len(runs), lambda: None)()
+
+    monkeypatch.setattr(world.reaper, name, job)
+    return runs
+
+
+def test_a_job_runs_when_it_is_due_and_not_with_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper_module, "TICK_SECONDS", 0.001)
+    looks = counted(world, monkeypatch, "look", {5: world.reaper._closing.set})
+    others = [counted(world, monkeypatch, name, {}) for name in ("sweep", "purge", "clean", "recover")]
+    asyncio.run(world.reaper._run())
+    assert [len(looks), *map(len, others)] == [5, 1, 1, 1, 1]
+
+
+def test_no_job_begins_once_the_service_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    expiries = counted(world, monkeypatch, "expire", {1: world.reaper._closing.set})
+    others = [counted(world, monkeypatch, name, {}) for name in ("look", "sweep", "purge", "clean", "recover")]
+    asyncio.run(world.reaper._run())
+    assert [len(expiries), *map(len, others)] == [1, 0, 0, 0, 0, 0]
+
+
+def test_the_end_of_the_service_waits_for_the_job_under_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def long() -> None:
+            begun.set()
+            await goes_on.wait()
+
+        monkeypatch.setattr(world.reaper, "expire", long)
+        world.reaper.start()
+        await begun.wait()
+        closing = asyncio.ensure_future(world.reaper.close())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        goes_on.set()
+        await closing
+
+    asyncio.run(run())
+
+
+def test_a_look_reads_what_is_saved_and_what_is_free(world: World) -> None:
+    world.add(1)
+    asyncio.run(world.reaper.look())
+    assert world.reaper.space.saved_bytes == world.used() > 0
+    assert list(world.reaper.space.disks) == [str(world.root)]
+
+
+def test_a_sweep_opens_a_directory_once_for_the_files_that_follow_each_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (0, 3, 6, 1, 4):
+        world.add(number)
+    openings: list[str] = []
+
+    def opened(roots: SaveRoots, record: SaveRecord) -> int | None:
+        openings.append(path_of(record).parent.name)
+        return saved_files.open_directory(roots, record)
+
+    monkeypatch.setattr(reaper_module, "open_directory", opened)
+    asyncio.run(world.reaper.sweep())
+    assert openings == ["0", "1"]
+
+
 def test_a_job_that_fails_does_not_end_the_others(world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     gone = world.add(3, finished=999.0)
     path_of(gone).unlink()
