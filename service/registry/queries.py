@@ -178,7 +178,7 @@ def purge(database: sqlite3.Connection, ended_before: float, keep_count: int, li
 
     A completed file that has still to expire keeps its record, without which nobody would remove it.
     """
-    excess = max(0, database.execute("SELECT count(*) FROM saves").fetchone()[0] - keep_count)
+    excess = database.execute("SELECT count(*) FROM saves").fetchone()[0] - keep_count
     removable = f"NOT {_LIVE} AND NOT (status = 'completed' AND expires IS NOT NULL)"
     old = f"SELECT sequence FROM saves WHERE finished < ? AND {removable} ORDER BY finished LIMIT ?"
     removed = database.execute(f"DELETE FROM saves WHERE sequence IN ({old})", [ended_before, limit]).rowcount
