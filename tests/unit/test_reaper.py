@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from service.errors import ServiceError
 from service.registry.records import SaveRecord
 from service.registry.registry import Registry
 from service.saves import files as saved_files
@@ -115,9 +116,10 @@ def test_a_file_that_cannot_be_removed_does_not_keep_the_others(world: World, mo
     assert asyncio.run(world.reaper.expire()) == 4
     assert asyncio.run(world.reaper.expire()) == 0
     assert len(tries) == 7, "what has failed is not tried again at once"
+    monkeypatch.setattr(world.reaper, "_retry_at", dict.fromkeys(stuck, 0.0))
     stuck.clear()
-    monkeypatch.setattr(world.reaper, "_retry_at", {})
     assert asyncio.run(world.reaper.expire()) == 3
+    assert world.reaper._retry_at == {}, "nothing is kept of what has gone"
     assert all(world.get(record).status == "expired" for record in records)
 
 
@@ -622,8 +624,18 @@ def test_a_job_runs_when_it_is_due_and_not_with_the_others(world: World, monkeyp
     monkeypatch.setattr(reaper_module, "TICK_SECONDS", 0.001)
     looks = counted(world, monkeypatch, "look", {5: world.reaper._closing.set})
     others = [counted(world, monkeypatch, name, {}) for name in ("sweep", "purge", "clean", "recover")]
+    pauses: list[float] = []
+    pause = world.reaper._pause
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        await pause(seconds)
+
+    monkeypatch.setattr(world.reaper, "_pause", noted)
     asyncio.run(world.reaper._run())
     assert [len(looks), *map(len, others)] == [5, 1, 1, 1, 1]
+    assert len(pauses) >= 5
+    assert set(pauses) == {0.001}
 
 
 def test_no_job_begins_once_the_service_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -673,6 +685,21 @@ def test_a_sweep_opens_a_directory_once_for_the_files_that_follow_each_other(wor
     monkeypatch.setattr(reaper_module, "open_directory", opened)
     asyncio.run(world.reaper.sweep())
     assert openings == ["0", "1"]
+
+
+def test_a_directory_that_can_not_be_opened_does_not_keep_a_sweep_from_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [world.add(number) for number in (0, 1, 3)]
+
+    def opened(roots: SaveRoots, record: SaveRecord) -> int | None:
+        if path_of(record).parent.name == "1":
+            raise ServiceError("the disk has failed", code="io_error")
+        return saved_files.open_directory(roots, record)
+
+    for record in records:
+        path_of(record).unlink()
+    monkeypatch.setattr(reaper_module, "open_directory", opened)
+    asyncio.run(world.reaper.sweep())
+    assert [world.get(record).gone for record in records] == [1000.0, None, 1000.0]
 
 
 def test_a_job_that_fails_does_not_end_the_others(world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
