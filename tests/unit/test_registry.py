@@ -428,6 +428,18 @@ def test_old_and_surplus_records_are_purged_but_not_what_still_matters(state: Pa
     registry.close()
 
 
+def test_a_deleted_record_is_a_place_in_lists_until_it_would_have_been_purged(state: Path) -> None:
+    registry = Registry(state, keep_seconds=100)
+    registry.insert(record(1), record(2)).result()
+    registry.delete(record(2).id).result()
+    registry.purge(now=time.time()).result()
+    assert ids(registry.list(after=record(2).id).result()) == [1]
+    registry.purge(now=time.time() + 200).result()
+    with pytest.raises(NotFound):
+        registry.list(after=record(2).id).result()
+    registry.close()
+
+
 def test_no_more_records_are_purged_at_once_than_asked(state: Path) -> None:
     registry = Registry(state, keep_seconds=100, keep_count=1)
     registry.insert(*(record(number, status="failed", finished=10.0 if number < 4 else 950.0) for number in range(8))).result()
