@@ -295,7 +295,7 @@ def test_files_out_of_sight_are_one_line_in_the_log_until_their_number_changes(w
 def test_a_single_file_out_of_sight_is_told_by_the_first_sweep(world: World, caplog: pytest.LogCaptureFixture) -> None:
     away(world, 1)
     asyncio.run(world.reaper.sweep())
-    assert "1 files can't be looked at" in caplog.text
+    assert "1 files can't be inspected" in caplog.text
 
 
 def test_expired_files_out_of_sight_are_no_warnings(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -622,8 +622,8 @@ def counted(world: World, monkeypatch: pytest.MonkeyPatch, name: str, at_the: di
 
 def test_a_job_runs_when_it_is_due_and_not_with_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reaper_module, "TICK_SECONDS", 0.001)
-    looks = counted(world, monkeypatch, "look", {5: world.reaper._closing.set})
-    others = [counted(world, monkeypatch, name, {}) for name in ("sweep", "purge", "clean", "recover")]
+    looks = counted(world, monkeypatch, "refresh", {5: world.reaper._closing.set})
+    others = [counted(world, monkeypatch, name, {}) for name in ("sweep", "purge", "remove_orphans", "recover")]
     pauses: list[float] = []
     pause = world.reaper._pause
 
@@ -640,7 +640,7 @@ def test_a_job_runs_when_it_is_due_and_not_with_the_others(world: World, monkeyp
 
 def test_no_job_begins_once_the_service_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     expiries = counted(world, monkeypatch, "expire", {1: world.reaper._closing.set})
-    others = [counted(world, monkeypatch, name, {}) for name in ("look", "sweep", "purge", "clean", "recover")]
+    others = [counted(world, monkeypatch, name, {}) for name in ("refresh", "sweep", "purge", "remove_orphans", "recover")]
     asyncio.run(world.reaper._run())
     assert [len(expiries), *map(len, others)] == [1, 0, 0, 0, 0, 0]
 
@@ -666,9 +666,9 @@ def test_the_end_of_the_service_waits_for_the_job_under_way(world: World, monkey
     asyncio.run(run())
 
 
-def test_a_look_reads_what_is_saved_and_what_is_free(world: World) -> None:
+def test_a_refresh_reads_what_is_saved_and_what_is_free(world: World) -> None:
     world.add(1)
-    asyncio.run(world.reaper.look())
+    asyncio.run(world.reaper.refresh())
     assert world.reaper.space.saved_bytes == world.used() > 0
     assert list(world.reaper.space.disks) == [str(world.root)]
 

@@ -131,7 +131,7 @@ def test_an_answer_without_files_waits_for_the_texts_and_another_for_the_ends() 
         publish(group, owner, group.saves[0])
         owner.finish_all()
         await ends
-        await Replay((RECORD,), None).settled(texts_only=False)
+        await Replay((RECORD,), None).wait_until_done(texts_only=False)
 
     asyncio.run(run())
 
