@@ -230,6 +230,8 @@ class Runtime:
         recovered = recover(registry, roots)
         if recovered.completed or recovered.failed:
             log.warning("recovery after a crash: %d saves completed, %d failed", recovered.completed, recovered.failed)
+        if recovered.unreachable:
+            log.warning("%d saves stay open: their files lie below a folder that is no save root now", recovered.unreachable)
         return roots, registry
 
     def _engine_died(self, error: BaseException) -> None:

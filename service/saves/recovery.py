@@ -27,12 +27,15 @@ class RecoveryResult:
 
     completed: int
     failed: int
+    unreachable: int = 0
+    """Saves that stay open: their files lie below a folder that is no save root now."""
 
 
 def recover(registry: Registry, roots: SaveRoots) -> RecoveryResult:
     """Ends every record that a crash has left open; to be called before the first request is taken. Raises `ServiceError`."""
     outcomes = [recover_group(registry, roots, group_id) for group_id in registry.unfinished_groups().result()]
-    return RecoveryResult(sum(outcome.completed for outcome in outcomes), sum(outcome.failed for outcome in outcomes))
+    counts = [(outcome.completed, outcome.failed, outcome.unreachable) for outcome in outcomes]
+    return RecoveryResult(*map(sum, zip(*counts, strict=True))) if counts else RecoveryResult(0, 0)
 
 
 def recover_group(registry: Registry, roots: SaveRoots, group_id: str) -> RecoveryResult:
@@ -49,13 +52,8 @@ def recover_group(registry: Registry, roots: SaveRoots, group_id: str) -> Recove
     unfinished = [] if stored is None else [record for record in stored.saves if not record.ended]
     if stored is None or not unfinished:
         return RecoveryResult(0, 0)
-    unreachable = [record for record in unfinished if roots.device_at(record.hidden_states_path) is None]
-    if unreachable:
-        log.warning(
-            "a save's file lies below no save root that the service has now: its record stays open",
-            extra={"fields": unreachable[0].log_fields},
-        )
-        return RecoveryResult(0, 0)
+    if any(roots.device_at(record.hidden_states_path) is None for record in unfinished):
+        return RecoveryResult(0, 0, unreachable=len(unfinished))
     files = {record.id: file for record in unfinished if (file := _completable_file(roots, record)) is not None}
     if stored.group.mode == "all_or_nothing" and not _all_published(stored, files):
         files = {}
