@@ -186,7 +186,7 @@ def test_a_group_that_can_be_seen_only_in_part_stays_open(crash: Crash, tmp_path
     unseen = crash.left(0, "missing", hidden_states_path=str(tmp_path.resolve() / "elsewhere/0.safetensors"))
     crash.group(mode, unseen, crash.left(1, "published"), crash.left(2, "missing"))
     files = crash.files()
-    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=0, failed=0, unreachable=2)
+    assert recover(crash.registry, crash.roots) == RecoveryResult(completed=0, failed=0, unreachable=3)
     assert (crash.statuses(), crash.files()) == (["writing"] * 3, files)
 
 
