@@ -51,7 +51,7 @@ def test_files_on_a_volume_that_is_away_are_neither_removed_nor_lost(model_folde
                 "UPDATE saves SET expires = 1 WHERE id = ?", [expiring["save_id"]]
             )  # Its time is over while the volume is away.
         with running(arguments) as child:  # The folder is there, and empty.
-            while "2 files can't be looked at" not in child.service.tail():
+            while "2 files can't be inspected" not in child.service.tail():
                 assert {record["status"] for record in child.records()} == {"completed"}
             for save in (kept, expiring):
                 refused = file_of(child, save)

@@ -64,9 +64,9 @@ def test_a_request_whose_client_left_while_its_text_waits_frees_its_place(servic
     encode = Tokenizer.encode
     with services.run(limits=replace(DEFAULT_LIMITS, requests=3)) as service, Gate() as gate:
 
-        def held(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        def held(tokenizer: Tokenizer, text: str, *how: bool, **named: bool) -> list[int]:
             gate.pass_through()
-            return encode(tokenizer, text, add_special_tokens)
+            return encode(tokenizer, text, *how, **named)
 
         monkeypatch.setattr(Tokenizer, "encode", held)
         with ExitStack() as clients:
@@ -172,9 +172,9 @@ def test_texts_that_take_long_hold_up_no_saves_of_token_ids(services: Services, 
     encode = Tokenizer.encode
     with services.run() as service, Gate() as gate, ThreadPoolExecutor(MANY) as clients:
 
-        def held(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        def held(tokenizer: Tokenizer, text: str, *how: bool, **named: bool) -> list[int]:
             gate.pass_through()
-            return encode(tokenizer, text, add_special_tokens)
+            return encode(tokenizer, text, *how, **named)
 
         monkeypatch.setattr(Tokenizer, "encode", held)
         texts = [
@@ -220,10 +220,10 @@ def test_texts_that_are_tokenized_for_their_own_sake_hold_up_no_prompts(services
     encode = Tokenizer.encode
     with services.run() as service, Gate() as gate, ThreadPoolExecutor(MANY) as clients:
 
-        def held(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        def held(tokenizer: Tokenizer, text: str, *how: bool, **named: bool) -> list[int]:
             if text == "held":
                 gate.pass_through()
-            return encode(tokenizer, text, add_special_tokens)
+            return encode(tokenizer, text, *how, **named)
 
         monkeypatch.setattr(Tokenizer, "encode", held)
         texts = [
