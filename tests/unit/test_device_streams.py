@@ -78,32 +78,32 @@ class Target:
 
 
 def test_a_copy_follows_what_the_model_was_told_and_the_host_goes_on(log: list[str]) -> None:
-    moment = DeviceStream(CPU).copy(Target(), Source(log))  # type: ignore[arg-type]  # doubles
+    event = DeviceStream(CPU).copy(Target(), Source(log))  # type: ignore[arg-type]  # doubles
     assert log == ["copies wait for the model", "copy", "event on the copies' stream"]
-    assert not moment.passed()
-    moment.wait()
-    assert moment.passed()
+    assert not event.done()
+    event.wait()
+    assert event.done()
     assert log[3:] == ["host waits"]
 
 
 def test_the_source_of_a_copy_lives_until_it_is_known_to_have_ended(log: list[str]) -> None:
     source = Source(log)
     alive = weakref.ref(source)
-    moment = DeviceStream(CPU).copy(Target(), source)  # type: ignore[arg-type]  # doubles
+    event = DeviceStream(CPU).copy(Target(), source)  # type: ignore[arg-type]  # doubles
     del source
     gc.collect()
-    assert not moment.passed()
+    assert not event.done()
     assert alive() is not None
     FakeEvent.done = True
-    assert moment.passed()
+    assert event.done()
     gc.collect()
     assert alive() is None
 
 
 def test_in_host_memory_a_copy_has_ended_when_it_was_asked_for() -> None:
     target = torch.zeros(3)
-    moment = HostStream().copy(target, torch.ones(3))
-    assert moment.passed()
-    moment.wait()
+    event = HostStream().copy(target, torch.ones(3))
+    assert event.done()
+    event.wait()
     assert target.tolist() == [1, 1, 1]
     assert isinstance(copy_stream(CPU), HostStream)
