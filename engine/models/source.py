@@ -10,8 +10,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from engine.errors import ModelError
-from engine.models.gguf import CONVERTER_VERSION, convert_gguf
-from engine.models.gguf_file import parts_of
+from engine.models.gguf.convert import CONVERTER_VERSION, convert_gguf
+from engine.models.gguf.file import parts_of
 from engine.models.packaged import SMOLLM2_135M, PackagedGGUF, fetch_packaged
 from engine.models.prepared import Progress, prepare_once, user_data_directory
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from engine.errors import ModelError
-from engine.models.gguf_pretokenizers import PRE_TOKENIZERS
-from engine.models.gguf_tokenizer import build_tokenizer
+from engine.models.gguf.pretokenizers import PRE_TOKENIZERS
+from engine.models.gguf.tokenizer import build_tokenizer
 from tests.parity.test_gguf_tokenizer import CORPUS
 from tests.parity.vocabularies import VOCABULARIES, Vocabulary, vocabularies
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from engine.errors import ModelError
-from engine.models.gguf_file import GGUFMetadata
+from engine.models.gguf.file import GGUFMetadata
 from engine.models.prepared import prepare_once
 from engine.models.source import default_cache
 

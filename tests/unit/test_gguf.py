@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from engine.errors import ModelError
-from engine.models import gguf as converter
-from engine.models.gguf_file import GGUFFile
+from engine.models.gguf import convert as converter
+from engine.models.gguf.file import GGUFFile
 from engine.models.source import resolve_model
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 16, 4, 2, 4, 24, 10
@@ -404,6 +404,6 @@ def test_a_tensor_of_a_type_that_is_not_read_is_refused(tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr("engine.models.gguf_file.dequantize", refuse)
+    monkeypatch.setattr("engine.models.gguf.file.dequantize", refuse)
     with pytest.raises(ModelError, match=r"tensor token_embd\.weight is of type F32, which is not read"):
         _convert(tmp_path)

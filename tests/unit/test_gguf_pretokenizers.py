@@ -6,9 +6,9 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from engine.errors import ModelError
-from engine.models.gguf_file import GGUFMetadata
-from engine.models.gguf_pretokenizers import PRE_TOKENIZERS
-from engine.models.gguf_tokenizer import build_tokenizer, tokenizer_config
+from engine.models.gguf.file import GGUFMetadata
+from engine.models.gguf.pretokenizers import PRE_TOKENIZERS
+from engine.models.gguf.tokenizer import build_tokenizer, tokenizer_config
 
 TEXT = "Hello World's 12345 (ÉCOLE/straßeÉ) d'Été\t\r\n  x\n\n中文…です १२ a\u0301b  "
 TOKENS = ["<bos>", "<eos>", "<unk>", *"abcdĠ", "ab", "abc"]

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from engine.errors import ModelError
-from engine.models.gguf_families import ROPE_FACTORS, TOP_NAMES, GGUFFamily, family_of
-from engine.models.gguf_file import GGUFFile
-from engine.models.gguf_settings import GGUFSettings
-from engine.models.gguf_tokenizer import build_tokenizer, special_token_ids, tokenizer_config
+from engine.models.gguf.families import ROPE_FACTORS, TOP_NAMES, GGUFFamily, family_of
+from engine.models.gguf.file import GGUFFile
+from engine.models.gguf.settings import GGUFSettings
+from engine.models.gguf.tokenizer import build_tokenizer, special_token_ids, tokenizer_config
 
 Progress = Callable[[str], None]
 
@@ -24,7 +24,7 @@ SHARD_BYTES = 4 << 30
 
 
 def convert_gguf(path: Path, folder: Path, name: str, progress: Progress) -> None:
-    """Fills the empty `folder` from the GGUF file at `path` (the architectures of `gguf_families.py`), or from all parts of a split one.
+    """Fills the empty `folder` from the GGUF file at `path` (the architectures of `families.py`), or from all parts of a split one.
 
     Weights are stored as the exact float32 values of the quantised ones. The configuration names the dtype that the matrices are
     stored in, bfloat16 where they are quantised. Raises `ModelError` for a file that can't be converted faithfully.

@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from engine.errors import ModelError
-from engine.models.gguf_file import GGUFMetadata
-from engine.models.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from engine.models.gguf.file import GGUFMetadata
+from engine.models.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "▁"

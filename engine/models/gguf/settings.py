@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ModelError
-from engine.models.gguf_file import GGUFMetadata, Value
+from engine.models.gguf.file import GGUFMetadata, Value
 
 HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned", "attention.layer_norm_epsilon"})
 """Keys that change no hidden state of the architectures that are read here."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from engine.models.gguf_settings import GGUFSettings, shortest
+from engine.models.gguf.settings import GGUFSettings, shortest
 
 
 def rope_scaling(settings: GGUFSettings, context: int, factors: Sequence[float] | None) -> dict[str, Any] | None:

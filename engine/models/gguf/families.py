@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ModelError
-from engine.models.gguf_file import GGUFMetadata
-from engine.models.gguf_rope import rope_scaling
-from engine.models.gguf_settings import GGUFSettings
+from engine.models.gguf.file import GGUFMetadata
+from engine.models.gguf.rope import rope_scaling
+from engine.models.gguf.settings import GGUFSettings
 
 Config = dict[str, Any]
 Factors = Sequence[float] | None
