@@ -19,6 +19,7 @@ from benchmarks.machine import Machine
 from benchmarks.targets import Row
 from benchmarks.vllm import KV_CACHE_GIB, VllmProcess, environment
 from benchmarks.workload import extraction
+from engine.models.prepared import Progress
 from engine.models.source import default_cache, resolve_model
 from service.cli.launcher import ServiceProcess
 
@@ -118,5 +119,5 @@ def open_bench(options: Options, model: str | None, parent: Path) -> Iterator[Be
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="run-", dir=parent) as name, ExitStack() as stack:
         directory = Path(name).resolve()
-        folder = resolve_model(model, cache=default_cache(), progress=print).folder
+        folder = resolve_model(model, cache=default_cache(), progress=Progress(print)).folder
         yield Bench(options, folder, directory, machine.look(directory), stack)

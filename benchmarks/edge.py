@@ -25,6 +25,7 @@ from benchmarks.edge_model import write_small_model
 from benchmarks.edge_service import EdgeService, Step, greedy
 from benchmarks.results import Answer, Round
 from engine.errors import ModelError
+from engine.models.prepared import Progress
 from engine.models.source import default_cache, resolve_model
 from service.text.tokenizer import Tokenizer
 
@@ -105,7 +106,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _benchmark(options: argparse.Namespace, directory: Path) -> None:
     facts = machine.look(directory)
-    source = resolve_model(options.model, cache=default_cache(), progress=_say).folder
+    source = resolve_model(options.model, cache=default_cache(), progress=Progress(_say)).folder
     tokenizer = Tokenizer.from_folder(source)
     small = directory / "model"
     write_small_model(small, tokenizer.vocab_size, source)

@@ -1,7 +1,6 @@
 """Work of a start that takes minutes (fetching, converting and loading a model) and ends at once when the service is told to end."""
 
 import asyncio
-import ctypes
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,14 +24,12 @@ class Loading:
     def __init__(self) -> None:
         self.interrupted = False
         self._task: asyncio.Task[object] | None = None
-        self._thread_id: int | None = None
         self._idle = threading.Event()
         self._idle.set()
 
     async def run(self, work: Callable[[], T]) -> T:
         """What the work returns. Raises what it raises, and `StartInterrupted`."""
-        if self.interrupted:
-            raise StartInterrupted
+        self.check()
         self._idle.clear()
         task = asyncio.ensure_future(anyio.to_thread.run_sync(self._noted, work, abandon_on_cancel=True))
         self._task = task
@@ -44,21 +41,22 @@ class Loading:
             raise
 
     def interrupt(self) -> None:
-        """Ends what runs. Its thread is sent an exception, so that `finally` does what it is for: a download is a process of its own."""
+        """Ends what runs: nobody waits for it any longer, and its next `check` raises."""
         self.interrupted = True
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            if self._thread_id is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(StartInterrupted))
+
+    def check(self) -> None:
+        """Called by the work, from its thread, as often as it can. Raises `StartInterrupted`."""
+        if self.interrupted:
+            raise StartInterrupted
 
     async def unwound(self) -> None:
         """Waits for what was interrupted, but not long."""
         await asyncio.to_thread(self._idle.wait, UNWIND_SECONDS)
 
     def _noted(self, work: Callable[[], T]) -> T:
-        self._thread_id = threading.get_ident()
         try:
             return work()
         finally:
-            self._thread_id = None
             self._idle.set()

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.layers import LayerId, default_layers, resolve_layers
+from engine.models.prepared import Progress
 from engine.models.source import ModelSource, resolve_model
 from engine.stats import EngineListener
 from service.config.settings import Settings, engine_config
@@ -199,12 +200,14 @@ class Runtime:
     async def _start_engine(self, config: EngineConfig, events: EngineEvents) -> EngineAPI:
         engine = self._make_engine(config, events)
         self._cleanup_callbacks.append(engine.stop)
-        await self._loading.run(partial(engine.start, _progress_lines()))
+        await self._loading.run(partial(engine.start, _progress_lines(self._loading.check)))
         self.metrics.watch_engine(engine.stats)
         return engine
 
     def _resolve_model(self) -> ModelSource:
-        source = resolve_model(self.settings.model, cache=self.settings.state_dir / "models", progress=log.info)
+        source = resolve_model(
+            self.settings.model, cache=self.settings.state_dir / "models", progress=Progress(log.info, self._loading.check)
+        )
         check_model(self.settings, source.folder)
         return source
 
@@ -277,11 +280,12 @@ def _templates(tokenizer: Tokenizer | None) -> ChatTemplates:
         return ChatTemplates({}, {})
 
 
-def _progress_lines() -> Callable[[int, int], None]:
+def _progress_lines(check: Callable[[], None]) -> Callable[[int, int], None]:
     reported = 0.0
 
     def progress(done: int, total: int) -> None:
         nonlocal reported
+        check()
         if total and done / total >= reported + REPORT_STEP:
             reported = done / total
             log.info("loading weights: %d %% of %s", int(100 * reported), format_size(total))

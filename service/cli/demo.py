@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.models.prepared import Progress
 from engine.models.source import default_cache, resolve_model
 from service.cli.demo_client import RequestFailed, complete, get_json, get_text, wait_for_save
 from service.cli.demo_report import completion_lines, file_lines, metric_lines
@@ -69,7 +70,7 @@ def _service(options: argparse.Namespace, serve_arguments: Sequence[str], state_
     # demonstration's own state directory goes with it.
     arguments = ["--port", "0", "--state-dir", state_dir, "--save-root", str(options.save_root), *serve_arguments]
     if not any(argument.split("=")[0] == "--model" for argument in serve_arguments):
-        source = resolve_model(None, cache=default_cache(), progress=lambda line: _print_line(f"  | {line}"))
+        source = resolve_model(None, cache=default_cache(), progress=Progress(lambda line: _print_line(f"  | {line}")))
         arguments = ["--model", str(source.folder), "--served-model-name", source.name, *arguments]
     return ServiceProcess(arguments, on_line=lambda line: _print_line(f"  | {line}"))
 

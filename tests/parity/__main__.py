@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from engine.models.packaged import SMOLLM2_135M
+from engine.models.prepared import Progress
 from engine.models.source import default_cache, prepare_packaged
 from tests.parity.conftest import CLASSES, FAMILY_SETTINGS, SHAPE, randomise
 from tests.parity.exact import Errors
@@ -26,7 +27,7 @@ def main() -> None:
     measured: dict[tuple[str, str], Errors] = {}
     with tempfile.TemporaryDirectory() as name:
         subjects = {family: _tiny(family, Path(name) / family) for family in FAMILIES}
-        subjects["SmolLM2"] = smollm2_subject(prepare_packaged(SMOLLM2_135M, default_cache(), print))
+        subjects["SmolLM2"] = smollm2_subject(prepare_packaged(SMOLLM2_135M, default_cache(), Progress(print)))
         for family, subject in subjects.items():
             for way, run in WAYS.items():
                 measured[family, way] = compare(subject, run(Workbench(subject, Path(tempfile.mkdtemp(dir=name)))))

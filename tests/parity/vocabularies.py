@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.gguf.file import GGUFMetadata
-from engine.models.prepared import prepare_once
+from engine.models.prepared import Progress, prepare_once
 from engine.models.source import default_cache
 
 PACKAGE = "llama-cpp-python==0.3.36"
@@ -46,7 +46,7 @@ class Vocabulary:
 
 def vocabularies() -> Path:
     """The folder with the files. Raises `ModelError` where they can't be fetched."""
-    return prepare_once(default_cache() / f"llama-cpp-vocabularies-{SHA256[:12]}", _fetch, print)
+    return prepare_once(default_cache() / f"llama-cpp-vocabularies-{SHA256[:12]}", _fetch, Progress(print))
 
 
 def _fetch(folder: Path) -> None:

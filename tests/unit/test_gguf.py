@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from engine.errors import ModelError
 from engine.models.gguf import convert as converter
 from engine.models.gguf.file import GGUFFile
+from engine.models.prepared import Progress
 from engine.models.source import resolve_model
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 16, 4, 2, 4, 24, 10
@@ -202,7 +203,7 @@ def test_large_models_are_written_in_shards_with_an_index(tmp_path: Path, monkey
 def test_a_file_is_converted_once_and_found_again_by_its_contents(tmp_path: Path) -> None:
     folder = _convert(tmp_path)
     lines: list[str] = []
-    again = resolve_model(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=lines.append)
+    again = resolve_model(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=Progress(lines.append))
     assert again.folder == folder
     assert lines == ["reading tiny.gguf"]
     assert again.revision in folder.name
@@ -212,9 +213,33 @@ def test_a_file_is_converted_once_and_found_again_by_its_contents(tmp_path: Path
 def test_progress_ends_with_all_tensors(tmp_path: Path) -> None:
     lines: list[str] = []
     _convert(tmp_path)
-    resolve_model(str(tmp_path / "tiny.gguf"), cache=tmp_path / "elsewhere", progress=lines.append)
+    resolve_model(str(tmp_path / "tiny.gguf"), cache=tmp_path / "elsewhere", progress=Progress(lines.append))
     assert lines[0] == "reading tiny.gguf"
     assert lines[-1] == "converting tiny: 20/20 tensors"
+
+
+def test_a_conversion_can_be_ended_at_every_step_and_leaves_nothing(tmp_path: Path) -> None:
+    _convert(tmp_path)
+    steps, cache = 0, tmp_path / "elsewhere"
+
+    def convert(end_at: int | None) -> None:
+        nonlocal steps
+        steps = 0
+
+        def check() -> None:
+            nonlocal steps
+            steps += 1
+            if steps == end_at:
+                raise KeyboardInterrupt
+
+        resolve_model(str(tmp_path / "tiny.gguf"), cache=cache, progress=Progress(check=check))
+
+    for end_at in range(1, 22):
+        with pytest.raises(KeyboardInterrupt):
+            convert(end_at)
+        assert [path.name for path in cache.glob("*") if path.suffix != ".lock"] == []
+    convert(None)
+    assert steps > 20, "at least once for each tensor"
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

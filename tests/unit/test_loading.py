@@ -31,8 +31,7 @@ def test_work_runs_on_a_thread_of_its_own() -> None:
     assert asyncio.run(run()) != threading.get_ident()
 
 
-async def interrupted(work: Callable[[], None], started: threading.Event) -> Loading:
-    loading = Loading()
+async def interrupted(loading: Loading, work: Callable[[], None], started: threading.Event) -> Loading:
     waiting = asyncio.ensure_future(loading.run(work))
     await asyncio.to_thread(started.wait)
     loading.interrupt()
@@ -51,14 +50,14 @@ def test_whoever_waits_for_interrupted_work_hears_of_it_although_the_work_hangs(
         never.wait()
 
     async def run() -> None:
-        await (await interrupted(hang, started)).unwound()
+        await (await interrupted(Loading(), hang, started)).unwound()
         never.set()
 
     asyncio.run(run())
 
 
 def test_interrupted_work_is_unwound(tmp_path: Path) -> None:
-    started, made = threading.Event(), tmp_path / "partial"
+    loading, started, made = Loading(), threading.Event(), tmp_path / "partial"
 
     def work() -> None:
         made.touch()
@@ -66,11 +65,12 @@ def test_interrupted_work_is_unwound(tmp_path: Path) -> None:
             started.set()
             while True:
                 time.sleep(0.01)
+                loading.check()
         finally:
             made.unlink()
 
     async def run() -> None:
-        await (await interrupted(work, started)).unwound()
+        await (await interrupted(loading, work, started)).unwound()
         assert not made.exists()
 
     asyncio.run(run())

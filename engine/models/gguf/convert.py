@@ -1,7 +1,7 @@
 """A GGUF file turned into a Hugging Face model folder: float32 safetensors, configuration and tokenizer."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from engine.models.gguf.families import ROPE_FACTORS, TOP_NAMES, GGUFFamily, fam
 from engine.models.gguf.file import GGUFFile
 from engine.models.gguf.settings import GGUFSettings
 from engine.models.gguf.tokenizer import build_tokenizer, special_token_ids, tokenizer_config
-
-Progress = Callable[[str], None]
+from engine.models.prepared import Progress
 
 CONVERTER_VERSION = 2
 """Raised when the same GGUF would give another folder: folders made by an older converter are then made anew."""
@@ -49,6 +48,7 @@ class _Counter:
         self._done = 0
 
     def step(self) -> None:
+        self._progress.check()
         self._done += 1
         if self._done % max(1, self._total // 10) == 0 or self._done == self._total:
             self._progress(f"converting {self._name}: {self._done}/{self._total} tensors")
