@@ -13,14 +13,26 @@ import torch
 
 from benchmarks import machine, report
 from benchmarks.bench import Bench, Options, Result, open_bench
-from benchmarks.cases import extraction, generation, half_depth, large_bodies, long_prompts, neighbours, prefixes, scale, start_up, writing
+from benchmarks.cases import (
+    extraction,
+    generation,
+    half_depth,
+    large_bodies,
+    loading,
+    long_prompts,
+    neighbours,
+    prefixes,
+    scale,
+    start_up,
+    writing,
+)
 from benchmarks.client import BenchmarkError
 from benchmarks.targets import Row, target_lines
 from engine.device.host import usable_cpus
 from engine.errors import ModelError
 from service.cli.launcher import LaunchError
 
-CASES = (extraction, generation, half_depth, prefixes, long_prompts, neighbours, start_up, writing, scale, large_bodies)
+CASES = (extraction, generation, half_depth, prefixes, long_prompts, neighbours, start_up, writing, scale, large_bodies, loading)
 RUNS: dict[str, Callable[[Bench], Result]] = {case.NAME: case.run for case in CASES}
 TITLES = {case.NAME: (case.__doc__ or "").splitlines()[0].partition(": ")[2].rstrip(".") for case in CASES}
 ALL = "all"

@@ -4,7 +4,7 @@ There is no live object in it, so that another process can run the step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -134,50 +134,59 @@ def _rows_at_layer(chunks: Sequence[Chunk], firsts: IntArray, num_layers: int) -
 
 def _captures(chunks: Sequence[Chunk], firsts: IntArray) -> dict[LayerId, CaptureInput]:
     gathered: dict[LayerId, list[CaptureInput]] = {}
-    for layers, (numbers, plans) in _by_layers(chunks).items():
-        rows, slots = _captured_rows(chunks, numbers, plans, firsts)
+    for layers, group in _by_layers(chunks).items():
+        rows, slots = group.captured_rows(chunks, firsts)
         for layer, of_layer in zip(layers, slots, strict=True):
             gathered.setdefault(layer, []).append(CaptureInput(rows, of_layer))
     return {layer: parts[0] if len(parts) == 1 else _joined(parts) for layer, parts in gathered.items()}
 
 
-def _by_layers(chunks: Sequence[Chunk]) -> dict[tuple[LayerId, ...], tuple[list[int], list[CapturePlan]]]:
-    """The numbers of the chunks that capture rows, and those rows, by what layers."""
-    groups: dict[tuple[LayerId, ...], tuple[list[int], list[CapturePlan]]] = {}
+@dataclass(slots=True)
+class _LayerGroup:
+    """The chunks of a step that capture the same layers, by their numbers."""
+
+    page_size: int
+    # Chunks of a row each, as most are in steps of text:
+    singles: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    pages: list[IntArray] = field(default_factory=list)  # [layers] each
+    # Others:
+    plans: list[tuple[int, CapturePlan]] = field(default_factory=list)
+
+    def captured_rows(self, chunks: Sequence[Chunk], firsts: IntArray) -> tuple[IntArray, IntArray]:
+        """Rows `[n]` of the step, ascending, and their slots `[layers, n]` in the store."""
+        parts: list[tuple[IntArray, IntArray]] = []
+        if self.singles:
+            pages = np.concatenate(self.pages).reshape(len(self.pages), -1)
+            parts.append((firsts[self.singles], pages.T * self.page_size + np.array(self.positions) % self.page_size))
+        for number, plan in self.plans:
+            positions, slots = _capture_of(chunks[number]).slots(plan)
+            parts.append((positions + (firsts[number] - chunks[number].start), slots))
+        rows, slots = parts[0] if len(parts) == 1 else (np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
+        if (rows[1:] > rows[:-1]).all():
+            return rows, np.ascontiguousarray(slots)
+        order = rows.argsort()
+        return rows[order], slots[:, order]
+
+
+def _by_layers(chunks: Sequence[Chunk]) -> dict[tuple[LayerId, ...], _LayerGroup]:
+    groups: dict[tuple[LayerId, ...], _LayerGroup] = {}
     layers: tuple[LayerId, ...] | None = None
     for number, chunk in enumerate(chunks):
         capture, plan = chunk.sequence.capture, chunk.rows
         if capture is None or plan is None or not plan.ranges:
             continue
-        if capture.spec.layers != layers:  # mostly they are those of the chunk before, which costs less than to look them up
-            layers = capture.spec.layers
-            numbers, plans = groups.setdefault(layers, ([], []))
-        numbers.append(number)
-        plans.append(plan)
+        wanted = capture.spec.layers
+        if wanted is not layers and wanted != layers:  # mostly those of the chunk before, which costs less than to look them up
+            layers = wanted
+            group = groups.get(layers) or groups.setdefault(layers, _LayerGroup(capture.page_size))
+        if plan.pages is None:
+            group.plans.append((number, plan))
+        else:
+            group.singles.append(number)
+            group.positions.append(plan.end - 1)
+            group.pages.append(plan.pages)
     return groups
-
-
-def _captured_rows(
-    chunks: Sequence[Chunk], numbers: Sequence[int], plans: Sequence[CapturePlan], firsts: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Rows `[n]` of the step, ascending, and their slots `[layers, n]` in the store. Of chunks that capture the same layers."""
-    parts: list[tuple[IntArray, IntArray]] = []
-    pages = [plan.pages for plan in plans if plan.pages is not None]
-    if pages:  # chunks of a row each, as most are in steps of text
-        rows = firsts[[number for number, plan in zip(numbers, plans, strict=True) if plan.pages is not None]]
-        positions = np.array([plan.end - 1 for plan in plans if plan.pages is not None])
-        size = _capture_of(chunks[numbers[0]]).page_size
-        parts.append((rows, np.concatenate(pages).reshape(len(pages), -1).T * size + positions % size))
-    if len(pages) < len(plans):
-        for number, plan in zip(numbers, plans, strict=True):
-            if plan.pages is None:
-                positions, slots = _capture_of(chunks[number]).slots(plan)
-                parts.append((positions + (firsts[number] - chunks[number].start), slots))
-    rows, slots = parts[0] if len(parts) == 1 else (np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
-    if (rows[1:] > rows[:-1]).all():
-        return rows, np.ascontiguousarray(slots)
-    order = rows.argsort()
-    return rows[order], slots[:, order]
 
 
 def _capture_of(chunk: Chunk) -> RowCapture:

@@ -15,6 +15,10 @@ _TRIED_SHAPE = (1536, 768)
 _TRIED_ROWS = (16, 256)
 _TRIES = 5
 _MOST_PADDED_ROWS = 64
+_FEW_ROWS = 16
+"""MKL adds up one input after the other for 1 to 3 rows, also where a thread gets so few of them: 7 rows are 4 and 3."""
+_BLOCK_INPUTS = 192
+"""About as many as MKL adds up in one go where there are more rows."""
 _WORTH_IT = 1.1
 """Both ways are as good where they differ by less: then torch's, which needs no second copy of a tied head."""
 
@@ -42,9 +46,27 @@ class DenseLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self._blocks = _blocks_of_inputs(weight)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if self._blocks is not None and 0 < states.shape[0] <= _FEW_ROWS:
+            return self._summed_by_blocks(states, self._blocks)
         return linear(states, self.weight, self.bias)
+
+    def _summed_by_blocks(self, states: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """The rounding is that of products of many rows, and it is no slower than they are: up to twice as fast with 4,096 inputs."""
+        product = torch.bmm(states.view(len(states), *blocks.shape[:2]).transpose(0, 1), blocks).sum(0)
+        return product if self.bias is None else product.add_(self.bias)
+
+
+def _blocks_of_inputs(weight: torch.Tensor) -> torch.Tensor | None:
+    """`[blocks, inputs per block, outputs]`, a view of a weight whose inputs are first in memory. None for others, for inputs that have
+    no divisor of a useful size, and where there is but one block."""
+    outputs, inputs = weight.shape
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.t().is_contiguous():
+        return None
+    size = next((size for size in range(_BLOCK_INPUTS, _BLOCK_INPUTS // 4, -1) if inputs % size == 0), inputs)
+    return weight.t().view(inputs // size, size, outputs) if size < inputs else None
 
 
 class DenseLinears:

@@ -79,6 +79,8 @@ def read_ropes_by_layer_type(config: JsonObject, head_dim: int, *, global_theta:
 def build_rope(settings: RopeSettings) -> Rope:
     """Raises `ModelError` for a variant or a key that isn't built."""
     entry = settings.entry
+    if entry.get("attn_factor") is not None:
+        raise entry.error(_ambiguous_attention_factor(entry))
     unknown = sorted(set(entry.values) - KNOWN_KEYS)
     if unknown:
         raise entry.error(f"rope setting {unknown[0]} is not supported")
@@ -88,6 +90,15 @@ def build_rope(settings: RopeSettings) -> Rope:
     if kind not in _READERS:
         raise entry.error(f"rope type {kind} is not supported; supported are {', '.join(_READERS)}")
     return _READERS[kind](settings, entry.number("rope_theta", settings.theta))
+
+
+def _ambiguous_attention_factor(entry: JsonObject) -> str:
+    """DeepSeek-R1-0528-Qwen3-8B has the setting: its rows depend on who reads it, and only the user knows whose are wanted."""
+    applied = entry.number("attn_factor") * yarn_attention_factor(entry.number("factor", 1.0), None, None)
+    return (
+        "attn_factor is read in two ways: transformers ignores it, vLLM multiplies the attention factor by it. Remove it for rows as "
+        f"transformers computes them, or replace it with attention_factor: {round(applied, 12)} for those of vLLM"
+    )
 
 
 def _default(settings: RopeSettings, theta: float) -> Rope:

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, saved as checkpoints, with transformers' float32 results as the reference."""
+"""Tiny random models of every family, saved as checkpoints, with transformers' results as the reference."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tests.parity.exact import KnownRows, in_float64, known_rows
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -61,30 +64,19 @@ FAMILY_SETTINGS: dict[str, dict[str, object]] = {
 
 
 @dataclass(frozen=True)
-class ReferenceStates:
-    """transformers' results for one prompt, in our layer ids."""
-
-    layers: list[torch.Tensor]  # ids 0 … N, the last before the final norm: [tokens, width] each
-    norm: torch.Tensor  # [tokens, width]
-    logits: torch.Tensor  # [tokens, vocab]
-
-
-@dataclass(frozen=True)
 class TinyModel:
     """A saved checkpoint and the float32 transformers model that it was saved from."""
 
     folder: Path
     reference: PreTrainedModel
 
-    @torch.inference_mode()
-    def states(self, token_ids: list[int]) -> ReferenceStates:
-        """One forward over the whole prompt; the un-normed last layer is caught at the final norm's input."""
-        caught: list[torch.Tensor] = []
-        handle = self.reference.model.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0][0]))
-        output = self.reference(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
-        handle.remove()
-        layers = [state[0] for state in output.hidden_states[:-1]]
-        return ReferenceStates([*layers, caught[0]], output.hidden_states[-1][0], output.logits[0])
+    @cached_property
+    def exact(self) -> PreTrainedModel:
+        return in_float64(self.reference)
+
+    def known(self, token_ids: list[int]) -> KnownRows:
+        """One forward over the whole prompt."""
+        return known_rows(self.reference, token_ids, self.exact)
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:

@@ -7,13 +7,15 @@ only a second computation in the same precision tells which.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
+
+from engine.layers import LayerId
 
 FACTOR = 2.0
 """Of the median, the 99.9th percentile and the largest relative error of a row, ours to transformers' float32."""
@@ -45,6 +47,43 @@ def float64_only() -> Iterator[None]:
         patch.object(torch.nn.functional, "softmax", wide_softmax),
     ):
         yield
+
+
+Rows = dict[LayerId, torch.Tensor]
+
+
+@torch.inference_mode()
+def layer_rows(model: PreTrainedModel, token_ids: Sequence[int]) -> tuple[Rows, torch.Tensor]:
+    """transformers' states of one prompt by our layer ids, `[tokens, width]` each (the last layer's are before the final norm), and its
+    logits, `[tokens, vocab]`.
+    """
+    caught: list[torch.Tensor] = []
+    text = getattr(model.model, "language_model", model.model)
+    handle = text.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0][0]))
+    output = model(input_ids=torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
+    handle.remove()
+    rows: Rows = {layer: state[0] for layer, state in enumerate(output.hidden_states[:-1])}
+    rows[len(rows)] = caught[0]
+    rows["norm"] = output.hidden_states[-1][0]
+    return rows, output.logits[0]
+
+
+@dataclass(frozen=True)
+class KnownRows:
+    """What transformers computes for a prompt: exactly, and how far its float32 is off."""
+
+    rows: Rows  # float64
+    errors: Rows  # [tokens] each: relative errors of transformers' float32
+    logits: torch.Tensor  # [tokens, vocab] float64
+    logit_errors: torch.Tensor  # [tokens]
+
+
+def known_rows(reference: PreTrainedModel, token_ids: Sequence[int], exact: PreTrainedModel) -> KnownRows:
+    """`exact` is `in_float64(reference)`."""
+    narrow, narrow_logits = layer_rows(reference, token_ids)
+    with float64_only():
+        wide, logits = layer_rows(exact, token_ids)
+    return KnownRows(wide, {layer: row_errors(narrow[layer], wide[layer]) for layer in wide}, logits, row_errors(narrow_logits, logits))
 
 
 def row_errors(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -86,10 +125,14 @@ class Errors:
         median, most, largest = (ours.quantile(points) / theirs.quantile(points)).tolist()
         return median, most, largest
 
-    def check(self, factor: float = FACTOR) -> None:
+    def check(self) -> None:
         """Fails where rows are further off than the yardstick allows."""
+        assert max(self.ratios()) <= FACTOR, self.ratios()
+        self.check_rows()
+
+    def check_rows(self) -> None:
+        """Each row by itself: for so few of them that their median and maximum say nothing."""
         ours, theirs = torch.cat(self.ours), torch.cat(self.theirs)
-        assert max(self.ratios()) <= factor, self.ratios()
         allowed = (ROW_FACTOR * theirs).clamp(min=ROW_FLOOR)
         worst = int((ours / allowed).argmax())
         assert bool((ours <= allowed).all()), f"row {worst}: {ours[worst].item():.2e}, transformers' float32 {theirs[worst].item():.2e}"

@@ -27,7 +27,8 @@ from transformers import (
 from engine.errors import ModelError
 from engine.models.loader import load_model, read_model_config
 from tests.parity.conftest import FAMILY_SETTINGS, SHAPE, TinyModel, randomise
-from tests.parity.test_decoder_families import assert_close, assert_equals_reference, load, prompts, run
+from tests.parity.exact import in_float64, known_rows
+from tests.parity.test_decoder_families import compare, load, prompts, run
 
 MakeModel = Callable[..., TinyModel]
 Weights = dict[str, torch.Tensor]
@@ -54,7 +55,7 @@ def renamed(rename: Callable[[str], str]) -> Callable[[Weights], Weights]:
 def assert_rows_are_right(folder: Path, tiny: TinyModel) -> None:
     sequences = prompts((23, 9))
     model = load(folder)
-    assert_equals_reference(model, run(model, sequences), [tiny.states(sequence) for sequence in sequences])
+    compare(model, run(model, sequences), [tiny.known(sequence) for sequence in sequences]).check()
 
 
 def refusal(folder: Path) -> str:
@@ -120,10 +121,7 @@ def test_an_untied_checkpoint_without_a_head_has_states_but_no_text(tiny_model: 
     assert not model.config.has_head
     assert load(tiny.folder).config.has_head
     [sequence] = prompts((20,))
-    states, reference = run(model, [sequence]), tiny.states(sequence)
-    for hidden, expected in zip(states, reference.layers, strict=True):
-        assert_close(hidden, expected)
-    assert_close(model.final_norm(states[-1]), reference.norm)
+    compare(model, run(model, [sequence]), [tiny.known(sequence)]).check()
 
 
 def test_each_weight_is_read_from_the_file_that_the_index_maps_it_to(tiny_model: MakeModel, tmp_path: Path) -> None:
@@ -247,16 +245,8 @@ def test_the_text_part_of_a_multimodal_checkpoint_gives_its_rows(name: str, tmp_
     randomise(reference, 0)
     reference.save_pretrained(tmp_path)
     [sequence] = prompts((20,))
-    caught: list[torch.Tensor] = []
-    text = reference.model.language_model
-    text.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0][0]))
-    with torch.inference_mode():
-        output = reference(input_ids=torch.tensor([sequence]), output_hidden_states=True, use_cache=False)
     model = load(tmp_path)
-    states = run(model, [sequence])
-    for layer, expected in enumerate([*(state[0] for state in output.hidden_states[:-1]), caught[0]]):
-        assert_close(states[layer], expected)
-    assert_close(model.logits(model.final_norm(states[-1])), output.logits[0])
+    compare(model, run(model, [sequence]), [known_rows(reference, sequence, in_float64(reference))]).check()
     assert model.config.architecture == name
 
 
@@ -294,7 +284,7 @@ def test_dynamic_ntk_scaling_runs_beyond_the_original_context(tiny_model: MakeMo
     assert read_model_config(tiny.folder).extendable
     [sequence] = prompts((128,))
     model = load(tiny.folder, max_model_len=128)
-    assert_equals_reference(model, run(model, [sequence]), [tiny.states(sequence)])
+    compare(model, run(model, [sequence]), [tiny.known(sequence)]).check()
 
 
 @pytest.mark.parametrize(("original", "context"), [(None, 128), (64, 256), (128, 512)])

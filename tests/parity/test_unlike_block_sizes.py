@@ -101,7 +101,7 @@ class SmallCore:
         rows = torch.stack([self.jobs[name].rows[position] for position in range(total)])  # [tokens, layers, width]
         errors = Errors()
         for index, layer in enumerate(self.layers):
-            errors.add(rows[:, index], known.states[layer][:total], known.yardstick[layer][:total])
+            errors.add(rows[:, index], known.reference.rows[layer][:total], known.reference.errors[layer][:total])
         errors.check()
 
 

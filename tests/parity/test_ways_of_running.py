@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.exact import FACTOR, Errors
+from tests.parity.exact import Errors
 from tests.parity.subjects import FAMILIES, smollm2_subject, tiny_subject
 from tests.parity.ways import WAYS, Subject, Workbench, compare, table
 
 PACKED_ROW = 5e-4
 """Largest relative L2 error of a row where weights are packed for oneDNN, which sums in an order of its own: single rows are further off
 than the yardstick allows."""
-
-
-SINGLE_ROWS, SINGLE_ROWS_FACTOR = frozenset({"chunks of 1", "output tokens"}), 8.0
-"""Where most rows are computed alone, a product of one row sums each output in one chain; transformers' prompts are summed in blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +57,7 @@ def test_rows_and_text_of_smollm2_equal_transformers(
     way: str, smollm2: Subject, measured: dict[tuple[str, str], Errors], tmp_path: Path
 ) -> None:
     errors = measured["SmolLM2", way] = compare(smollm2, WAYS[way](Workbench(smollm2, tmp_path)))
-    errors.check(SINGLE_ROWS_FACTOR if way in SINGLE_ROWS else FACTOR)
+    errors.check()
 
 
 @pytest.mark.parametrize("way", ["cold", "chunks of 7", "full prefix hit", "among 32 others"])

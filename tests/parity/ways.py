@@ -21,7 +21,7 @@ from engine.offline import Completion, LocalTarget, OfflineEngine
 from engine.request import EngineRequest, SamplingParams
 from engine.saves.selection import ALL_ROWS, LAST_ROW, RowSelection
 from engine.saves.spec import SaveSpec
-from tests.parity.exact import Errors, float64_only, in_float64, row_errors
+from tests.parity.exact import Errors, KnownRows, in_float64, known_rows
 
 NUM_GREEDY = 64
 NUM_OTHERS = 32
@@ -30,13 +30,13 @@ BLOCK_SIZE = 8
 
 @dataclass(frozen=True)
 class Known:
-    """What transformers computes for one prompt."""
+    """A prompt, and what transformers makes of it."""
 
     prompt: list[int]
     text: list[int]
     """The greedy continuation, `NUM_GREEDY` tokens."""
-    states: dict[LayerId, torch.Tensor]  # [prompt + text, width] each, float64
-    yardstick: dict[LayerId, torch.Tensor]  # [prompt + text] each: relative errors of transformers' float32
+    reference: KnownRows
+    """Of prompt and text."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -51,24 +51,9 @@ def compute_known(reference: PreTrainedModel, prompt: list[int], exact: PreTrain
     """
     generated = reference.generate(torch.tensor([prompt]), max_new_tokens=NUM_GREEDY, do_sample=False, eos_token_id=None, pad_token_id=0)
     token_ids = generated[0].tolist()
-    states, logits = _states(reference, generated)
-    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == token_ids[len(prompt) :], "the reference must agree with itself"
-    with float64_only():
-        wide, _ = _states(exact or in_float64(reference), generated)
-    yardstick = {layer: row_errors(states[layer], wide[layer]) for layer in wide}
-    return Known(prompt, token_ids[len(prompt) :], wide, yardstick)
-
-
-def _states(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[LayerId, torch.Tensor], torch.Tensor]:
-    """States by our layer ids, `[tokens, width]` each, and logits `[tokens, vocab]`."""
-    caught: list[torch.Tensor] = []
-    handle = model.model.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0][0]))
-    output = model(token_ids, output_hidden_states=True, use_cache=False)
-    handle.remove()
-    states: dict[LayerId, torch.Tensor] = {k: state[0] for k, state in enumerate(output.hidden_states[:-1])}
-    states[len(states)] = caught[0]
-    states["norm"] = output.hidden_states[-1][0]
-    return states, output.logits[0]
+    rows = known_rows(reference, token_ids, exact or in_float64(reference))
+    assert rows.logits[len(prompt) - 1 : -1].argmax(-1).tolist() == token_ids[len(prompt) :], "the reference must agree with itself"
+    return Known(prompt, token_ids[len(prompt) :], rows)
 
 
 @dataclass(frozen=True)
@@ -82,7 +67,7 @@ class Subject:
 
     @property
     def layers(self) -> tuple[LayerId, ...]:
-        return tuple(self.known[0].states)
+        return tuple(self.known[0].reference.rows)
 
     @property
     def num_layers(self) -> int:
@@ -160,7 +145,7 @@ class Workbench:
     @contextmanager
     def engine(self, **settings: object) -> Iterator[Session]:
         """An engine whose dead blocks and pages, and the null block, are NaN."""
-        width = next(iter(self.subject.known[0].states.values())).shape[1]
+        width = next(iter(self.subject.known[0].reference.rows.values())).shape[1]
         longest = max(len(known.token_ids) for known in self.subject.known)
         defaults: dict[str, object] = {
             "device": "cpu",
@@ -201,7 +186,7 @@ def _compare_rows(known: Known, one: Saved, errors: Errors) -> None:
     assert rows.shape[:2] == (len(kept), len(save.layers))
     assert one.tensors["token_ids"].tolist() == [known.token_ids[position] for position in kept]
     for index, layer in enumerate(save.layers):
-        errors.add(rows[:, index], known.states[layer][kept], known.yardstick[layer][kept])
+        errors.add(rows[:, index], known.reference.rows[layer][kept], known.reference.errors[layer][kept])
 
 
 def expected_rows(one: Saved) -> list[int]:
@@ -309,7 +294,7 @@ def preempted(prefix_cache: bool, bench: Workbench) -> list[Saved]:
 
 def few_pages(bench: Workbench) -> list[Saved]:
     """Pages for two blocks only: they go to the file and come back all the time."""
-    width = next(iter(bench.subject.known[0].states.values())).shape[1]
+    width = next(iter(bench.subject.known[0].reference.rows.values())).shape[1]
     memory = 2 * len(bench.subject.layers) * BLOCK_SIZE * width * 4
     with bench.engine(state_cache_memory=memory) as engine:
         return engine.run(*(engine.request(k.prompt, max_tokens=4, last=True) for k in bench.subject.known))

@@ -114,3 +114,23 @@ def test_wrong_products_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedLinear, "__call__", lambda self, states: product(self, states) + 0.01)
     with pytest.raises(ConfigError, match="are wrong here"):
         choose_linears("on", torch.float32, CPU)
+
+
+@pytest.mark.parametrize("inputs", [4096, 1536, 576, 500, 40])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_rows_are_as_exact_as_many(inputs: int, with_bias: bool) -> None:
+    """A library that adds up one input after the other for them is several times further off where there are many inputs."""
+    weight = DenseLinears(torch.float32, CPU).empty(96, inputs).normal_()
+    bias = torch.randn(96) if with_bias else None
+    product, states = DenseLinear(weight, bias), torch.randn(64, 2 * inputs)[:, :inputs]
+    exact = linear(states.double(), weight.double(), None if bias is None else bias.double())
+
+    def error(found: torch.Tensor) -> float:
+        return ((found.double() - exact).norm(dim=1) / exact.norm(dim=1)).median().item()
+
+    many = error(product(states))
+    for rows in (1, 2, 3, 5, 7, 10, 16):
+        few = torch.cat([product(part) for part in states.split(rows)])
+        assert few.shape == exact.shape
+        assert error(few) <= max(1.5 * many, 4e-7)
+    assert product(states[:0]).shape == (0, 96)
