@@ -23,7 +23,6 @@ from service.registry.records import (
 
 CHANGEABLE = frozenset(FIELDS) - {"id", "created", "owner", "choice"}
 _CHANGEABLE = tuple(sorted(CHANGEABLE))
-MAX_LIMIT = 10_000
 _COLUMNS = ", ".join(FIELDS)
 _SUMMARY = tuple(name for name in FIELDS if name != "output")
 """Of lists, and of looks at many files: texts with their log-probabilities can be large."""
@@ -96,7 +95,7 @@ def select(database: sqlite3.Connection, page: Page) -> list[SaveRecord]:
         conditions.append("sequence < ?")
         values.append(_sequence(database, page.after))
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    values.append(max(1, min(page.limit, MAX_LIMIT)))
+    values.append(page.limit)
     rows = database.execute(f"SELECT {_SUMMARY_COLUMNS} FROM saves {where} ORDER BY sequence DESC LIMIT ?", values)
     return [from_row(row, _SUMMARY) for row in rows]
 
