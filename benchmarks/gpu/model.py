@@ -61,7 +61,8 @@ def random_model(shape: ModelShape, device: torch.device) -> Decoder:
         return LayerWeights(
             before_attention=norm(),
             qkv=DenseLinear(matrix(fused, shape.width)),
-            qk_norm=None,
+            head_norm=None,
+            all_heads_norms=None,
             output=DenseLinear(matrix(shape.width, queries)),
             after_attention=None,
             before_mlp=norm(),

@@ -9,6 +9,7 @@ from torch.nn.functional import embedding
 from engine.cache.spec import LayerKV
 from engine.models.base import AttentionContext, AttentionOptions, ForwardBatch
 from engine.models.decoder_config import DecoderConfig
+from engine.models.norm import RMSNorm
 from engine.models.ops import Ops, TorchOps
 from engine.models.rope import RotaryAngles, RotaryTable
 from engine.models.weights import DecoderWeights, LayerWeights
@@ -31,8 +32,12 @@ class Decoder:
         self._mlp_rows = _MLP_ROWS_ON_CPU if self.device.type == "cpu" else sys.maxsize
         # Rounded to the model's dtype, as Gemma's reference code does: sqrt(3072) is 55.5 in bfloat16.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
-        self._rotary = [RotaryTable(rope, config.head_dim, max_model_len, dtype=self.dtype, device=self.device) for rope in config.ropes]
-        self._options = [AttentionOptions(config.attention_scale, window) for window in config.windows]
+        rotary_dim = None if config.rotary is None else config.rotary.dim
+        self._rotary = [
+            RotaryTable(rope, config.head_dim, max_model_len, dtype=self.dtype, device=self.device, rotary_dim=rotary_dim)
+            for rope in config.ropes
+        ]
+        self._options = [AttentionOptions(config.attention_scale, window, config.attention_soft_cap) for window in config.windows]
 
     def kv_layers(self) -> list[LayerKV]:
         """What each decoder layer keeps in the KV cache, in layer order."""
@@ -56,7 +61,8 @@ class Decoder:
             if rows == 0:
                 break
             wanted = batch.final_rows if index == last else None
-            hidden = self._layer(index, hidden, angles[self._decoder.rope_of_layer[index]], batch.attention, wanted)
+            rope = self._decoder.rope_of_layer[index]
+            hidden = self._layer(index, hidden, None if rope is None else angles[rope], batch.attention, wanted)
             batch.capture(index + 1, hidden)
         return hidden
 
@@ -69,6 +75,8 @@ class Decoder:
         head = self._weights.head
         assert head is not None, "a request for text was let through to a model without a head"
         logits = head(normed).float()
+        if self._decoder.logit_divisor != 1.0:
+            logits = logits.div_(self._decoder.logit_divisor)
         cap = self._decoder.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -77,34 +85,47 @@ class Decoder:
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     def _layer(
-        self, index: int, hidden: torch.Tensor, angles: RotaryAngles, attention: AttentionContext, wanted: torch.Tensor | None
+        self, index: int, hidden: torch.Tensor, angles: RotaryAngles | None, attention: AttentionContext, wanted: torch.Tensor | None
     ) -> torch.Tensor:
         """`wanted` rows (None: all) are computed to the end. Keys and values are always of all: later tokens look back at them."""
         layer = self._weights.layers[index]
         mixed = self._mixed(index, layer, hidden, angles, attention)
         if wanted is not None:
             mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
-        attended = layer.output(mixed)
-        if layer.after_attention is not None:
-            attended = self._ops.norm(layer.after_attention, attended)
-        middle, normed = self._ops.add_and_norm(hidden, attended, layer.before_mlp)
+        attended = self._added(layer.output(mixed), layer.after_attention)
+        if layer.before_mlp is None:
+            middle = normed = hidden + attended
+        else:
+            middle, normed = self._ops.add_and_norm(hidden, attended, layer.before_mlp)
         for low in range(0, middle.shape[0], self._mlp_rows):
             rows = slice(low, low + self._mlp_rows)
             middle[rows].add_(self._mlp(layer, normed[rows]))  # in place: nobody outside has seen the first sum
         return middle
 
     def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
-        out = layer.down(self._ops.gate(self._decoder.activation, layer.gate_up(normed)))
-        return out if layer.after_mlp is None else self._ops.norm(layer.after_mlp, out)
+        return self._added(layer.down(self._ops.gate(self._decoder.activation, layer.gate_up(normed))), layer.after_mlp)
+
+    def _added(self, out: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """What a sublayer adds to the residual stream, of what it gave."""
+        added = out if norm is None else self._ops.norm(norm, out)
+        return added if self._decoder.residual_scale == 1.0 else added.mul_(self._decoder.residual_scale)
 
     def _mixed(
-        self, index: int, layer: LayerWeights, hidden: torch.Tensor, angles: RotaryAngles, attention: AttentionContext
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, angles: RotaryAngles | None, attention: AttentionContext
     ) -> torch.Tensor:
         """What the heads give, `[rows, heads * head_dim]`."""
         rows, heads, head_dim = hidden.shape[0], self._decoder.num_heads, self._decoder.head_dim
         rotated_heads = heads + self._decoder.num_kv_heads
-        qkv = layer.qkv(self._ops.norm(layer.before_attention, hidden))
+        qkv = layer.qkv(hidden if layer.before_attention is None else self._ops.norm(layer.before_attention, hidden))
         qkv = qkv.view(rows, -1, head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
-        rotated = self._ops.rotate(qkv[:, :rotated_heads], angles, layer.qk_norm)  # [rows, heads + kv_heads, head_dim]
+        queries_and_keys = qkv[:, :rotated_heads]
+        if layer.all_heads_norms is not None:
+            queries_and_keys = self._normed_together(queries_and_keys, layer.all_heads_norms)
+        rotated = self._ops.rotate(queries_and_keys, angles, layer.head_norm)  # [rows, heads + kv_heads, head_dim]
         mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, rotated_heads:], self._options[index])
         return mixed.reshape(rows, -1)
+
+    def _normed_together(self, states: torch.Tensor, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
+        """Queries normed over all of their heads, and keys over theirs: `[rows, heads + kv_heads, head_dim]`."""
+        parts = zip(norms, (states[:, : self._decoder.num_heads], states[:, self._decoder.num_heads :]), strict=True)
+        return torch.cat([self._ops.norm(norm, part.flatten(1).contiguous()).view(part.shape) for norm, part in parts], dim=1)

@@ -1,19 +1,30 @@
 """What the configurable decoder is told about one model; `families.py` makes it from a checkpoint's configuration."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from engine.models.base import ModelConfig
-from engine.models.rope import Rope
+from engine.models.rope import Rope, RotaryLayout
 
 
 @dataclass(frozen=True)
 class NormNames:
     """Weight names of a layer's norms. A sublayer is `x + after(sublayer(before(x)))`; None: there is no such norm."""
 
-    before_attention: str = "input_layernorm"
+    before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    before_mlp: str = "post_attention_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+
+
+class QKNorm(Enum):
+    """What queries and keys are normed over before they are rotated."""
+
+    NONE = auto()
+    HEAD = auto()
+    """Each head by itself; all have the same weight."""
+    ALL_HEADS = auto()
+    """All heads of the queries together, and all of the keys."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +42,25 @@ class DecoderConfig:
     windows: tuple[int | None, ...]
     """Per layer: the sliding window, or None for full attention."""
     ropes: tuple[Rope, ...]
-    rope_of_layer: tuple[int, ...]
-    """Per layer: an index into `ropes`."""
+    rope_of_layer: tuple[int | None, ...]
+    """Per layer: an index into `ropes`; None: the layer doesn't rotate (NoPE)."""
     tie_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
+    rotary: RotaryLayout | None = None
+    """Which dimensions of a head are rotated; None: all, the first half with the second."""
     norms: NormNames = NormNames()
     norm_adds_one: bool = False
     """Stored norm weights are w - 1, applied in float32 (Gemma)."""
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what a sublayer adds to the residual stream (Granite)."""
+    attention_soft_cap: float | None = None
+    """scores = cap * tanh(scores / cap) (Gemma 2)."""
+    logit_divisor: float = 1.0
+    """logits = head(states) / divisor (Granite)."""
     logit_soft_cap: float | None = None
     """logits = cap * tanh(logits / cap)."""
     multimodal: bool = False

@@ -4,34 +4,19 @@ Defaults are those of transformers 5, which leaves a setting out of `config.json
 changes the result and isn't built is refused: a row that is silently wrong is worse than a model that doesn't load.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.nn.functional import gelu, relu, silu
 
 from engine.models.architectures import find_family, text_settings
-from engine.models.base import ModelConfig
 from engine.models.checkpoint import has_weights, stored_dtype
-from engine.models.decoder_config import DecoderConfig, NormNames
+from engine.models.decoder_config import DecoderConfig, NormNames, QKNorm
 from engine.models.end_tokens import eos_token_ids
+from engine.models.family import Family, Ropes, num_layers, read_decoder, read_windows
 from engine.models.hf_config import DEFAULT_DTYPE, JsonObject, named_dtype, read_config
-from engine.models.rope import DynamicRope, Rope, YarnRope
-from engine.models.rope_config import read_rope, read_ropes_by_layer_type
-
-
-def _gelu_tanh(states: torch.Tensor) -> torch.Tensor:
-    return gelu(states, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": silu,
-    "swish": silu,
-    "gelu": gelu,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": relu,
-}
+from engine.models.rope_config import read_ropes_by_layer_type
 
 REFUSED_SETTINGS: dict[str, tuple[object, ...]] = {
     "quantization_config": (None, {}),
@@ -41,8 +26,8 @@ REFUSED_SETTINGS: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (None,),
     "use_mrope": (None, False),
 }
-"""Settings that change the result, and the values of each that mean "no". Gemma's attention soft cap is among them:
-transformers reads it and never applies it, so what such a checkpoint wants is uncertain."""
+"""Settings that change the result, and the values of each that mean "no", for families that don't apply them. Gemma 3's attention soft
+cap is among them: transformers reads it and never applies it, so what such a checkpoint wants is uncertain."""
 
 
 def read_decoder_config(folder: Path) -> DecoderConfig:
@@ -50,15 +35,20 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     config = read_config(folder)
     architecture, family_name = find_family(config)
     family, text = FAMILIES[family_name], text_settings(config)
-    for name, harmless in REFUSED_SETTINGS.items():
-        for settings in (config, text):
-            if settings.get(name) not in harmless:
-                raise settings.error(_refusal(name, settings.get(name)))
+    _refuse_unapplied(family, config, text)
     decoder = family.build(text.with_defaults(family.defaults, family.nullable))
     dtype = named_dtype(text) or named_dtype(config) or _stored_dtype(folder)
     tokens = text if text.get("eos_token_id") is not None else config
     model = replace(decoder.model, architecture=architecture, eos_token_ids=eos_token_ids(folder, tokens), checkpoint_dtype=dtype)
     return replace(decoder, model=model, multimodal=text is not config)
+
+
+def _refuse_unapplied(family: Family, *configs: JsonObject) -> None:
+    for name, harmless in REFUSED_SETTINGS.items():
+        for config in configs:
+            for settings in (config, config.child("rope_scaling"), config.child("rope_parameters")):
+                if settings is not None and name not in family.applies and settings.get(name) not in harmless:
+                    raise settings.error(_refusal(name, settings.get(name)))
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
@@ -74,54 +64,144 @@ def _refusal(name: str, value: object) -> str:
 def _llama(config: JsonObject) -> DecoderConfig:
     if config.get("sliding_window") is not None:
         raise config.error("sliding_window is not a setting of LlamaForCausalLM")
-    decoder = _decoder(config, _windows(config, [False] * _num_layers(config), may_differ=False))
+    decoder = read_decoder(config, _no_windows(config))
+    return replace(_with_attention_bias(decoder, config), mlp_bias=config.flag("mlp_bias", False))
+
+
+def _no_windows(config: JsonObject) -> tuple[int | None, ...]:
+    return read_windows(config, [False] * num_layers(config), may_differ=False)
+
+
+def _with_attention_bias(decoder: DecoderConfig, config: JsonObject) -> DecoderConfig:
     bias = config.flag("attention_bias", False)
-    return replace(decoder, qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return replace(decoder, qkv_bias=bias, output_bias=bias)
 
 
 def _mistral(config: JsonObject) -> DecoderConfig:
     slides = config.get("sliding_window") is not None
-    return _decoder(config, _windows(config, [slides] * _num_layers(config), may_differ=False))
+    return read_decoder(config, read_windows(config, [slides] * num_layers(config), may_differ=False))
+
+
+def _phi3(config: JsonObject) -> DecoderConfig:
+    """Its first configurations call the long rope "su" or "yarn"."""
+    scaling = config.child("rope_scaling")
+    if scaling is not None and scaling.text("rope_type", scaling.text("type", "")) in ("su", "yarn"):
+        longrope = {**scaling.values, "type": "longrope", "rope_type": "longrope"}
+        config = JsonObject(config.source, {**config.values, "rope_scaling": longrope})
+    return _mistral(config)
+
+
+def _granite(config: JsonObject) -> DecoderConfig:
+    return replace(
+        _llama(config),
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        attention_scale=config.number("attention_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        logit_divisor=config.number("logits_scaling", 1.0),
+    )
+
+
+def _smollm3(config: JsonObject) -> DecoderConfig:
+    count, rotates = num_layers(config), config.get("no_rope_layers")
+    if rotates is None:
+        interval = config.integer("no_rope_layer_interval", 4)
+        rotates = [int((layer + 1) % interval != 0) for layer in range(count)]
+    if not isinstance(rotates, list) or len(rotates) != count or not set(rotates) <= {0, 1}:
+        raise config.error("no_rope_layers must be 0 or 1 for every layer")
+    if not config.flag("use_sliding_window", False):
+        config = JsonObject(config.source, {**config.values, "sliding_window": None, "layer_types": None})
+    slides = config.get("sliding_window") is not None
+    decoder = read_decoder(config, read_windows(config, [slides and not rotated for rotated in rotates]))
+    decoder = replace(decoder, rope_of_layer=tuple(0 if rotated else None for rotated in rotates))
+    return replace(_with_attention_bias(decoder, config), mlp_bias=config.flag("mlp_bias", False))
 
 
 def _qwen2(config: JsonObject) -> DecoderConfig:
-    return replace(_decoder(config, _qwen_windows(config)), qkv_bias=True)
+    return replace(read_decoder(config, _qwen_windows(config)), qkv_bias=True)
 
 
 def _qwen3(config: JsonObject) -> DecoderConfig:
-    bias = config.flag("attention_bias", False)
-    return replace(_decoder(config, _qwen_windows(config)), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return replace(_with_attention_bias(read_decoder(config, _qwen_windows(config)), config), qk_norm=QKNorm.HEAD)
+
+
+_AFTER_ONLY = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_AROUND = NormNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _olmo2(config: JsonObject) -> DecoderConfig:
+    decoder = _with_attention_bias(read_decoder(config, _no_windows(config)), config)
+    return replace(decoder, qk_norm=QKNorm.ALL_HEADS, norms=_AFTER_ONLY)
+
+
+def _olmo3(config: JsonObject) -> DecoderConfig:
+    windows = read_windows(config, [(layer + 1) % 4 != 0 for layer in range(num_layers(config))])
+    decoder = _with_attention_bias(read_decoder(config, windows, rope_reader=_olmo3_ropes), config)
+    return replace(decoder, qk_norm=QKNorm.ALL_HEADS, norms=_AFTER_ONLY)
+
+
+def _olmo3_ropes(config: JsonObject, rotary_dim: int, windows: Sequence[int | None]) -> Ropes:
+    """The windowed layers' theta is the default whatever the configuration's is, as in transformers."""
+    return _ropes_by_layer_type(config, rotary_dim, windows, global_theta=500_000.0, local_theta=500_000.0)
+
+
+def _exaone4(config: JsonObject) -> DecoderConfig:
+    """With windows, full layers don't rotate."""
+    pattern, window = config.get("sliding_window_pattern"), config.get("sliding_window")
+    if isinstance(pattern, str):
+        pattern = len(pattern)
+    if window is None or not isinstance(pattern, int) or pattern < 1:
+        sliding = [False] * num_layers(config)
+    else:
+        sliding = [(layer + 1) % pattern != 0 for layer in range(num_layers(config))]
+    windows = read_windows(config, sliding)
+    decoder = read_decoder(config, windows)
+    rope_of_layer = tuple(0 if window is None or slides is not None else None for slides in windows)
+    return replace(decoder, rope_of_layer=rope_of_layer, qk_norm=QKNorm.HEAD, norms=_AFTER_ONLY)
+
+
+def _glm(config: JsonObject) -> DecoderConfig:
+    decoder = read_decoder(config, _no_windows(config), interleaved=True)
+    return replace(decoder, qkv_bias=config.flag("attention_bias", True))
+
+
+def _glm4(config: JsonObject) -> DecoderConfig:
+    norms = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    return replace(_glm(config), norms=norms)
+
+
+def _gemma2(config: JsonObject) -> DecoderConfig:
+    windows = read_windows(config, [layer % 2 == 0 for layer in range(num_layers(config))])
+    decoder = _gemma(config, read_decoder(config, windows, activation="hidden_activation"))
+    return replace(decoder, attention_soft_cap=config.optional_number("attn_logit_softcapping"))
 
 
 def _gemma3(config: JsonObject) -> DecoderConfig:
     pattern = config.integer("sliding_window_pattern", 6)
-    windows = _windows(config, [(layer + 1) % pattern != 0 for layer in range(_num_layers(config))])
-    decoder = _decoder(config, windows, activation="hidden_activation", rope_reader=_gemma_ropes)
-    bias = config.flag("attention_bias", False)
+    windows = read_windows(config, [(layer + 1) % pattern != 0 for layer in range(num_layers(config))])
+    decoder = read_decoder(config, windows, activation="hidden_activation", rope_reader=_gemma3_ropes)
+    return replace(_gemma(config, decoder), qk_norm=QKNorm.HEAD)
+
+
+def _gemma(config: JsonObject, decoder: DecoderConfig) -> DecoderConfig:
     return replace(
-        decoder,
+        _with_attention_bias(decoder, config),
         attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
-        norms=NormNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        norms=_AROUND,
         norm_adds_one=True,
         embedding_scale=decoder.model.hidden_size**0.5,
         logit_soft_cap=config.optional_number("final_logit_softcapping"),
     )
 
 
-Ropes = tuple[tuple[Rope, ...], tuple[int, ...]]
-"""The ropes of a model, and per layer which of them it uses."""
+def _gemma3_ropes(config: JsonObject, rotary_dim: int, windows: Sequence[int | None]) -> Ropes:
+    return _ropes_by_layer_type(config, rotary_dim, windows, global_theta=1_000_000.0, local_theta=10_000.0)
 
 
-def _gemma_ropes(config: JsonObject, head_dim: int, windows: Sequence[int | None]) -> Ropes:
-    ropes = read_ropes_by_layer_type(config, head_dim, global_theta=1_000_000.0, local_theta=10_000.0)
+def _ropes_by_layer_type(
+    config: JsonObject, rotary_dim: int, windows: Sequence[int | None], *, global_theta: float, local_theta: float
+) -> Ropes:
+    ropes = read_ropes_by_layer_type(config, rotary_dim, global_theta=global_theta, local_theta=local_theta)
     return (ropes["full_attention"], ropes["sliding_attention"]), tuple(int(window is not None) for window in windows)
-
-
-def _one_rope(config: JsonObject, head_dim: int, windows: Sequence[int | None]) -> Ropes:
-    return (read_rope(config, head_dim),), (0,) * len(windows)
 
 
 def _qwen_windows(config: JsonObject) -> tuple[int | None, ...]:
@@ -131,99 +211,7 @@ def _qwen_windows(config: JsonObject) -> tuple[int | None, ...]:
     if not config.flag("use_sliding_window", False):
         config = JsonObject(config.source, {**config.values, "sliding_window": None})
     slides = config.get("sliding_window") is not None
-    return _windows(config, [slides and layer >= first for layer in range(_num_layers(config))])
-
-
-def _windows(config: JsonObject, sliding: list[bool], *, may_differ: bool = True) -> tuple[int | None, ...]:
-    """The window of each layer. `layer_types`, where given, decides or (for families that don't read it) must agree."""
-    named = config.get("layer_types")
-    if named is not None:
-        if not isinstance(named, list) or len(named) != len(sliding) or not set(named) <= {"full_attention", "sliding_attention"}:
-            raise config.error("layer_types must name full_attention or sliding_attention for every layer")
-        from_types = [name == "sliding_attention" for name in named]
-        if not may_differ and from_types != sliding:
-            raise config.error("layer_types disagrees with what this architecture computes")
-        sliding = from_types
-    window = config.optional_integer("sliding_window")
-    if window is None and any(sliding):
-        raise config.error("some layers use sliding attention, but no sliding_window is in use")
-    return tuple(window if slides else None for slides in sliding)
-
-
-def _num_layers(config: JsonObject) -> int:
-    return config.integer("num_hidden_layers")
-
-
-def _decoder(
-    config: JsonObject,
-    windows: tuple[int | None, ...],
-    *,
-    activation: str = "hidden_act",
-    rope_reader: Callable[[JsonObject, int, Sequence[int | None]], Ropes] = _one_rope,
-) -> DecoderConfig:
-    """What all families share; `activation` is the setting's name."""
-    num_heads, num_kv_heads, head_dim = _heads(config)
-    ropes, rope_of_layer = rope_reader(config, head_dim, windows)
-    return DecoderConfig(
-        model=_model_config(config, ropes),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=config.integer("intermediate_size"),
-        activation=_activation(config, activation),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        attention_scale=head_dim**-0.5,
-        windows=windows,
-        ropes=ropes,
-        rope_of_layer=rope_of_layer,
-        tie_embeddings=config.flag("tie_word_embeddings", False),
-    )
-
-
-def _heads(config: JsonObject) -> tuple[int, int, int]:
-    """Query heads, key-value heads, head_dim."""
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    head_dim = config.integer("head_dim", config.integer("hidden_size") // num_heads)
-    if num_heads % num_kv_heads:
-        raise config.error(f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})")
-    if head_dim % 2:
-        raise config.error(f"head_dim ({head_dim}) must be even for rotary embeddings")
-    return num_heads, num_kv_heads, head_dim
-
-
-def _activation(config: JsonObject, setting: str) -> str:
-    name = config.text(setting, "silu")
-    if name not in ACTIVATIONS:
-        raise config.error(f"{setting} {name} is not supported; supported are {', '.join(ACTIVATIONS)}")
-    return name
-
-
-def _model_config(config: JsonObject, ropes: Sequence[Rope]) -> ModelConfig:
-    """Architecture, end tokens and dtype are filled in by the caller."""
-    # YaRN checkpoints often keep the original context in max_position_embeddings; where they name it, the factor says what they are
-    # made for.
-    named = [rope.context_length for rope in ropes if isinstance(rope, YarnRope) and rope.context_length is not None]
-    return ModelConfig(
-        architecture="",
-        num_layers=_num_layers(config),
-        hidden_size=config.integer("hidden_size"),
-        vocab_size=config.integer("vocab_size"),
-        max_model_len=max([config.integer("max_position_embeddings"), *named]),
-        eos_token_ids=(),
-        checkpoint_dtype=DEFAULT_DTYPE,
-        extendable=any(isinstance(rope, DynamicRope) for rope in ropes),
-    )
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the configuration of one kind of decoder is read."""
-
-    build: Callable[[JsonObject], DecoderConfig]
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    """Of settings that are absent, or null where null has no meaning of its own: those of transformers 5."""
-    nullable: frozenset[str] = frozenset({"num_key_value_heads", "head_dim", "sliding_window"})
+    return read_windows(config, [slides and layer >= first for layer in range(num_layers(config))])
 
 
 _LLAMA_DEFAULTS: Mapping[str, object] = {
@@ -265,10 +253,71 @@ _GEMMA3_DEFAULTS: Mapping[str, object] = {
     "tie_word_embeddings": True,
 }
 
+_GEMMA2_DEFAULTS: Mapping[str, object] = {
+    **_GEMMA3_DEFAULTS,
+    "vocab_size": 256_000,
+    "max_position_embeddings": 8192,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+_PHI3_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+_SMOLLM3_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2_000_000.0,
+    "tie_word_embeddings": True,
+}
+_OLMO2_DEFAULTS: Mapping[str, object] = {**_LLAMA_DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5}
+_EXAONE4_DEFAULTS: Mapping[str, object] = {
+    **_LLAMA_DEFAULTS,
+    "vocab_size": 102_400,
+    "intermediate_size": 16384,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+_GLM_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 151_552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 0.00000015625,
+    "partial_rotary_factor": 0.5,
+}
+_PARTIAL = frozenset({"partial_rotary_factor"})
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_llama, _LLAMA_DEFAULTS),
     "mistral": Family(_mistral, _MISTRAL_DEFAULTS),
     "qwen2": Family(_qwen2, _QWEN2_DEFAULTS),
     "qwen3": Family(_qwen3, {**_QWEN2_DEFAULTS, "head_dim": 128}),
+    "gemma2": Family(_gemma2, _GEMMA2_DEFAULTS, applies=frozenset({"attn_logit_softcapping"})),
     "gemma3": Family(_gemma3, _GEMMA3_DEFAULTS),
+    "phi3": Family(_phi3, _PHI3_DEFAULTS, applies=_PARTIAL),
+    "smollm3": Family(_smollm3, _SMOLLM3_DEFAULTS),
+    "granite": Family(_granite, _LLAMA_DEFAULTS),
+    "olmo2": Family(_olmo2, _OLMO2_DEFAULTS),
+    "olmo3": Family(_olmo3, {**_OLMO2_DEFAULTS, "sliding_window": 4096}),
+    "exaone4": Family(_exaone4, _EXAONE4_DEFAULTS),
+    "glm": Family(_glm, _GLM_DEFAULTS, applies=_PARTIAL),
+    "glm4": Family(_glm4, _GLM_DEFAULTS, applies=_PARTIAL),
 }

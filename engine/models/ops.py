@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from engine.models.families import ACTIVATIONS
+from engine.models.family import ACTIVATIONS
 from engine.models.norm import RMSNorm
 from engine.models.rope import RotaryAngles, rotate
 from engine.native.kernels import GATES, MAX_HEAD_DIM, Kernels
@@ -22,8 +22,10 @@ class Ops(Protocol):
     def gate(self, activation: str, gate_up: torch.Tensor) -> torch.Tensor:
         """activation(gate) * up, `[rows, inner]`, of `[rows, 2 * inner]`: gate, then up."""
 
-    def rotate(self, states: torch.Tensor, angles: RotaryAngles, norm: RMSNorm | None) -> torch.Tensor:
-        """Queries and keys `[rows, heads, head_dim]`, normed per head where there is a norm, then rotated; contiguous."""
+    def rotate(self, states: torch.Tensor, angles: RotaryAngles | None, norm: RMSNorm | None) -> torch.Tensor:
+        """Queries and keys `[rows, heads, head_dim]`, normed per head where there is a norm, then rotated where there are angles;
+        contiguous.
+        """
 
 
 class TorchOps:
@@ -40,8 +42,9 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate).mul_(up)
 
-    def rotate(self, states: torch.Tensor, angles: RotaryAngles, norm: RMSNorm | None) -> torch.Tensor:
-        return rotate(states if norm is None else norm(states), angles)
+    def rotate(self, states: torch.Tensor, angles: RotaryAngles | None, norm: RMSNorm | None) -> torch.Tensor:
+        normed = states if norm is None else norm(states)
+        return normed.contiguous() if angles is None else rotate(normed, angles)
 
 
 class NativeOps(TorchOps):
@@ -59,8 +62,8 @@ class NativeOps(TorchOps):
     def gate(self, activation: str, gate_up: torch.Tensor) -> torch.Tensor:
         return self._kernels.gate(activation, gate_up) if activation in GATES else super().gate(activation, gate_up)
 
-    def rotate(self, states: torch.Tensor, angles: RotaryAngles, norm: RMSNorm | None) -> torch.Tensor:
-        if states.shape[-1] > MAX_HEAD_DIM:
+    def rotate(self, states: torch.Tensor, angles: RotaryAngles | None, norm: RMSNorm | None) -> torch.Tensor:
+        if angles is None or states.shape[-1] > MAX_HEAD_DIM:
             return super().rotate(states, angles, norm)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return self._kernels.rotate(states, *angles, weight, eps)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn.functional import pad
 
 RotaryAngles = tuple[torch.Tensor, torch.Tensor]
 """Cosines, and sines with the sign of the rotation: `[rows, 1, head_dim]` each."""
@@ -157,6 +158,27 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
 
 
+@dataclass(frozen=True)
+class RotaryLayout:
+    """Which dimensions of a head are rotated, and with which others."""
+
+    dim: int
+    """The first so many; the rest pass as they are."""
+    interleaved: bool = False
+    """Pairs are neighbours (2i, 2i + 1), instead of (i, i + dim / 2)."""
+
+    def order(self, head_dim: int) -> list[int] | None:
+        """The stored dimension for each place of a head whose pairs are (i, i + head_dim / 2); None where they are already.
+
+        Queries and keys are put in this order when they are loaded: their products don't depend on it.
+        """
+        half = self.dim // 2
+        firsts, seconds = (range(0, self.dim, 2), range(1, self.dim, 2)) if self.interleaved else (range(half), range(half, self.dim))
+        passing = range(self.dim, head_dim)
+        order = [*firsts, *passing[: len(passing) // 2], *seconds, *passing[len(passing) // 2 :]]
+        return None if order == list(range(head_dim)) else order
+
+
 class RotaryTable:
     """Cosines and sines of every position up to the context limit.
 
@@ -164,11 +186,17 @@ class RotaryTable:
     row's angles would depend on its place in the batch.
     """
 
-    def __init__(self, rope: Rope, head_dim: int, max_model_len: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies = rope.inverse_frequencies(head_dim, max_model_len)
-        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)  # [positions, head_dim / 2]
-        both = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor)
-        self._table = both.to(device=device, dtype=dtype)  # [positions, head_dim]
+    def __init__(
+        self, rope: Rope, head_dim: int, max_model_len: int, *, dtype: torch.dtype, device: torch.device, rotary_dim: int | None = None
+    ) -> None:
+        """`rotary_dim`: the dimensions that are rotated, in the places that `RotaryLayout.order` gives them (None: all)."""
+        rotary_dim = rotary_dim or head_dim
+        frequencies = rope.inverse_frequencies(rotary_dim, max_model_len)
+        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)  # [positions, rotary_dim / 2]
+        passing = (head_dim - rotary_dim) // 2
+        cos = pad(angles.cos().mul_(rope.attention_factor), (0, passing), value=1.0)
+        sin = pad(angles.sin().mul_(rope.attention_factor), (0, passing))
+        self._table = torch.cat((cos, sin), dim=-1).to(device=device, dtype=dtype)  # [positions, head_dim]
 
     def lookup(self, positions: torch.Tensor) -> RotaryAngles:
         """Angles of packed rows; `positions` is `[rows]` int64 on the table's device."""

@@ -45,6 +45,15 @@ class RopeSettings:
         return self.outer_original_length or self.entry.integer("original_max_position_embeddings", self.max_positions)
 
 
+def partial_rotary_factor(config: JsonObject) -> float:
+    """The share of a head's dimensions that are rotated, beside the rope's settings or among them."""
+    entry = config.child("rope_scaling") or config.child("rope_parameters") or JsonObject(config.source, {})
+    factor = entry.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if factor > 1:
+        raise config.error(f"partial_rotary_factor ({factor}) must be at most 1")
+    return factor
+
+
 def read_rope(config: JsonObject, head_dim: int, *, default_theta: float = 10_000.0) -> Rope:
     """The rope of a model that has one for all layers."""
     entry = config.child("rope_scaling") or config.child("rope_parameters") or JsonObject(config.source, {})
@@ -70,6 +79,9 @@ def read_ropes_by_layer_type(config: JsonObject, head_dim: int, *, global_theta:
     global_theta = config.number("rope_theta", global_theta)
     local_theta = config.number("rope_local_base_freq", local_theta)
     sliding = nested.child("sliding_attention") or empty
+    for entry in (full, sliding):
+        if entry.number("partial_rotary_factor", 1.0) != 1.0:
+            raise entry.error("partial_rotary_factor other than 1 is not supported")
     return {
         "full_attention": build_rope(RopeSettings(full, global_theta, head_dim, length)),
         "sliding_attention": build_rope(RopeSettings(sliding, local_theta, head_dim, length)),
@@ -84,8 +96,6 @@ def build_rope(settings: RopeSettings) -> Rope:
     unknown = sorted(set(entry.values) - KNOWN_KEYS)
     if unknown:
         raise entry.error(f"rope setting {unknown[0]} is not supported")
-    if entry.number("partial_rotary_factor", 1.0) != 1.0:
-        raise entry.error("partial_rotary_factor other than 1 is not supported")
     kind = entry.text("rope_type", entry.text("type", "default"))
     if kind not in _READERS:
         raise entry.error(f"rope type {kind} is not supported; supported are {', '.join(_READERS)}")

@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import ModelError
 from engine.models.checkpoint import Checkpoint
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, QKNorm
 from engine.models.linear import Linear, Linears
 from engine.models.norm import RMSNorm
 
@@ -22,12 +22,13 @@ HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_at
 class LayerWeights:
     """One decoder layer. Products are given as `[outputs, inputs]`."""
 
-    before_attention: RMSNorm
+    before_attention: RMSNorm | None
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, width]: queries, keys, values
-    qk_norm: RMSNorm | None  # weight [heads + kv_heads, head_dim]
+    head_norm: RMSNorm | None  # of queries and keys, weight [heads + kv_heads, head_dim]
+    all_heads_norms: tuple[RMSNorm, RMSNorm] | None  # weights [heads * head_dim], [kv_heads * head_dim]
     output: Linear  # [width, heads * head_dim]
     after_attention: RMSNorm | None
-    before_mlp: RMSNorm
+    before_mlp: RMSNorm | None
     gate_up: Linear  # [2 * intermediate, width]
     down: Linear  # [width, intermediate]
     after_mlp: RMSNorm | None
@@ -58,6 +59,7 @@ class WeightLoader:
         self._linears = linears
         self._dtype = dtype
         self._device = device
+        self._head_order = None if config.rotary is None else config.rotary.order(config.head_dim)
 
     def load(self, folder: Path) -> DecoderWeights:
         """Raises `ModelError` naming a weight that is missing, of a wrong shape, or that the architecture doesn't have."""
@@ -89,12 +91,13 @@ class WeightLoader:
         qkv = self._stored([f"{attention}.{part}_proj" for part in "qkv"], f"{attention}.qkv_proj")
         gate_up = self._stored([f"{mlp}.gate_proj", f"{mlp}.up_proj"], f"{mlp}.gate_up_proj")
         return LayerWeights(
-            before_attention=self._norm(f"{prefix}.{config.norms.before_attention}"),
-            qkv=self._linear(qkv, [queries, keys, keys], width, bias=config.qkv_bias),
-            qk_norm=self._qk_norm(attention) if config.qk_norm else None,
+            before_attention=self._optional_norm(prefix, config.norms.before_attention),
+            qkv=self._linear(qkv, [queries, keys, keys], width, bias=config.qkv_bias, ordered=queries + keys),
+            head_norm=self._head_norm(attention) if config.qk_norm is QKNorm.HEAD else None,
+            all_heads_norms=self._all_heads_norms(attention) if config.qk_norm is QKNorm.ALL_HEADS else None,
             output=self._linear([f"{attention}.o_proj"], [width], queries, bias=config.output_bias),
             after_attention=self._optional_norm(prefix, config.norms.after_attention),
-            before_mlp=self._norm(f"{prefix}.{config.norms.before_mlp}"),
+            before_mlp=self._optional_norm(prefix, config.norms.before_mlp),
             gate_up=self._linear(gate_up, [inner, inner], width, bias=config.mlp_bias),
             down=self._linear([f"{mlp}.down_proj"], [width], inner, bias=config.mlp_bias),
             after_mlp=self._optional_norm(prefix, config.norms.after_mlp),
@@ -104,12 +107,21 @@ class WeightLoader:
         """The modules as they are stored: one by one, or side by side under one name, as some exporters write them."""
         return [fused] if f"{fused}.weight" in self._checkpoint and f"{modules[0]}.weight" not in self._checkpoint else modules
 
-    def _linear(self, modules: Sequence[str], heights: Sequence[int], width: int, *, bias: bool) -> Linear:
-        """Modules side by side, as one product."""
+    def _linear(self, modules: Sequence[str], heights: Sequence[int], width: int, *, bias: bool, ordered: int = 0) -> Linear:
+        """Modules side by side, as one product. The heads of its first `ordered` outputs are put in the order of their rotation."""
         heights = heights if len(modules) > 1 else [sum(heights)]
         weight = self._fill(self._linears.empty(sum(heights), width), [f"{module}.weight" for module in modules], heights)
-        biases = [f"{module}.bias" for module in modules]
-        return self._linears.of(weight, self._tensor((sum(heights),), biases, heights) if bias else None)
+        biases = self._tensor((sum(heights),), [f"{module}.bias" for module in modules], heights) if bias else None
+        for part in [weight] if biases is None else [weight, biases]:
+            self._put_in_order(part[:ordered])
+        return self._linears.of(weight, biases)
+
+    def _put_in_order(self, heads: torch.Tensor) -> None:
+        """In place; `[heads * head_dim, …]`."""
+        if self._head_order is not None and len(heads):
+            size = self._config.head_dim
+            for first in range(0, len(heads), size):
+                heads[first : first + size] = heads[first : first + size][self._head_order]
 
     def _norm(self, module: str) -> RMSNorm:
         return self._rms_norm(self._norm_weight(module, self._config.model.hidden_size))
@@ -117,11 +129,23 @@ class WeightLoader:
     def _optional_norm(self, prefix: str, name: str | None) -> RMSNorm | None:
         return None if name is None else self._norm(f"{prefix}.{name}")
 
-    def _qk_norm(self, attention: str) -> RMSNorm:
+    def _head_norm(self, attention: str) -> RMSNorm:
         """The query and key norms side by side, so that both are one operation."""
         config = self._config
         query, key = (self._norm_weight(f"{attention}.{part}_norm", config.head_dim) for part in "qk")
+        for weight in (query, key):
+            self._put_in_order(weight)
         return self._rms_norm(torch.stack([query] * config.num_heads + [key] * config.num_kv_heads))
+
+    def _all_heads_norms(self, attention: str) -> tuple[RMSNorm, RMSNorm]:
+        config = self._config
+        weights = [
+            self._norm_weight(f"{attention}.{part}_norm", heads * config.head_dim)
+            for part, heads in zip("qk", (config.num_heads, config.num_kv_heads), strict=True)
+        ]
+        for weight in weights:
+            self._put_in_order(weight)
+        return self._rms_norm(weights[0]), self._rms_norm(weights[1])
 
     def _norm_weight(self, module: str, width: int) -> torch.Tensor:
         """`[width]`; in float32 where one is added, since 1 + w would lose its last bits in a shorter dtype."""

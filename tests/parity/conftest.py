@@ -12,17 +12,35 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tests.parity.exact import KnownRows, in_float64, known_rows
@@ -32,7 +50,16 @@ CLASSES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+    "exaone4": (Exaone4Config, Exaone4ForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
 }
 SHAPE = {
     "vocab_size": 97,
@@ -47,6 +74,7 @@ SHAPE = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FAMILY_SETTINGS: dict[str, dict[str, object]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
@@ -60,6 +88,23 @@ FAMILY_SETTINGS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
+    "gemma2": {
+        "head_dim": 24,
+        "num_hidden_layers": 4,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 20,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "phi3": {"rope_parameters": HALF_ROTARY},
+    "smollm3": {"num_hidden_layers": 5},
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 4.0},
+    "olmo2": {},
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": 7},
+    "exaone4": {"num_hidden_layers": 4, "sliding_window": 7},
+    "glm": {"head_dim": 16, "rope_parameters": HALF_ROTARY},
+    "glm4": {"head_dim": 24, "rope_parameters": HALF_ROTARY},
 }
 
 

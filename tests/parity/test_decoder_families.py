@@ -72,6 +72,8 @@ def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opt
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * options.scale
+    if options.soft_cap is not None:
+        scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
     distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
     hidden = distance < 0
     if options.window is not None:
@@ -179,6 +181,21 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {"tie_word_embeddings": False, "attention_bias": True, "final_logit_softcapping": 3.0, "rope_parameters": GEMMA_ROPES},
     ),
     "gemma3, pattern": ("gemma3", {"layer_types": None, "sliding_window_pattern": 4}),
+    "gemma2": ("gemma2", {}),
+    "gemma2, no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "phi3, half of a head is rotated": ("phi3", {}),
+    "phi3, window": ("phi3", {"sliding_window": 9, "num_key_value_heads": 4}),
+    "smollm3": ("smollm3", {}),
+    "smollm3, layers that don't rotate slide": ("smollm3", {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2}),
+    "granite": ("granite", {}),
+    "granite, biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "exaone4": ("exaone4", {}),
+    "exaone4, no windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "glm4, no biases": ("glm4", {"attention_bias": False}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 3.0}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "yarn": ("qwen2", {"rope_parameters": YARN}),

@@ -26,8 +26,8 @@ AMBIGUOUS = "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"
 """Its `attn_factor` is ignored by transformers and applied by vLLM."""
 MAX_MODEL_LEN = 64
 LENGTHS = (61, 20)
-NUM_LAYERS = {"gemma3_text": 7}
-"""Past the first layer without a window; of the others two are enough."""
+NUM_LAYERS = {"gemma3_text": 7, "smollm3": 5, "olmo3": 5, "exaone4": 5}
+"""Past the first layer that is unlike the ones before; of the others two are enough."""
 VISION_TOWERS: Mapping[str, Settings] = {
     "gemma3": {"vision_config": VISION, "mm_tokens_per_image": 4},
     "mistral3": {"vision_config": {**VISION, "model_type": "pixtral"}},
@@ -60,8 +60,11 @@ def _cut_text(text: Mapping[str, Any]) -> Settings:
         cut["hidden_size"] = 64
     if isinstance(text.get("sliding_window"), int):
         cut["sliding_window"] = 9
-    if isinstance(types := text.get("layer_types"), list):
-        cut["layer_types"] = types[: NUM_LAYERS["gemma3_text"]]
+    for name in ("layer_types", "no_rope_layers"):
+        if isinstance(of_layers := text.get(name), list):
+            cut[name] = of_layers[: cut["num_hidden_layers"]]
+    if isinstance(padding := text.get("pad_token_id"), int):
+        cut["pad_token_id"] = padding % cut["vocab_size"]
     return {**text, **cut}
 
 

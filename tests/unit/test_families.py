@@ -23,6 +23,8 @@ SIZES = {
     "vocab_size": 100,
 }
 
+HALF_OF_FULL_LAYERS = {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+
 
 def folder_with(folder: Path, architecture: str | None, **settings: object) -> Path:
     names = {} if architecture is None else {"architectures": [architecture]}
@@ -144,6 +146,13 @@ def test_the_hub_form_of_a_gemma_configuration(tmp_path: Path) -> None:
         ("LlamaForCausalLM", {"hidden_act": "quick_gelu"}, "hidden_act quick_gelu is not supported; supported are silu"),
         ("LlamaForCausalLM", {"sliding_window": 32}, "sliding_window is not a setting of LlamaForCausalLM"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ("LlamaForCausalLM", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
+        ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
+        ("Gemma3ForCausalLM", {"rope_parameters": HALF_OF_FULL_LAYERS}, "partial_rotary_factor other than 1 is not supported"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}, r"partial_rotary_factor \(1.5\) must be at most 1"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.99}, "partial_rotary_factor: 15 of 16 dimensions would be rotated, which is odd"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers must be 0 or 1 for every layer"),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention"),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "axial"}}, "rope type axial is not supported"),
         ("LlamaForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "layer_types disagrees"),
         ("LlamaForCausalLM", {"head_dim": 15}, "head_dim \\(15\\) must be even"),

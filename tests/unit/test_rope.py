@@ -163,7 +163,6 @@ def test_a_flat_entry_where_layer_types_are_expected_is_refused() -> None:
         ({"rope_type": "axial"}, "rope type axial is not supported; supported are default, mrope, linear"),
         ({"rope_type": "default", "axial_dims": [8, 12, 12]}, "rope setting axial_dims is not supported"),
         ({"full_attention": {"rope_type": "default"}}, "rope setting full_attention is not supported"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),
         ({"rope_type": "linear"}, "factor is missing"),
         ({"rope_type": "linear", "factor": -1.0}, "factor must be a positive number, not -1.0"),
         ({"rope_type": "linear", "factor": "8"}, "factor must be a positive number, not '8'"),
