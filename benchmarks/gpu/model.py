@@ -8,6 +8,7 @@ from engine.models.base import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.linear import DenseLinear
+from engine.models.mlp import GatedMLP
 from engine.models.norm import RMSNorm
 from engine.models.rope import DefaultRope
 from engine.models.weights import DecoderWeights, LayerWeights
@@ -66,8 +67,7 @@ def random_model(shape: ModelShape, device: torch.device) -> Decoder:
             output=DenseLinear(matrix(shape.width, queries)),
             after_attention=None,
             before_mlp=norm(),
-            gate_up=DenseLinear(matrix(2 * shape.inner, shape.width)),
-            down=DenseLinear(matrix(shape.width, shape.inner)),
+            mlp=GatedMLP("silu", DenseLinear(matrix(2 * shape.inner, shape.width)), DenseLinear(matrix(shape.width, shape.inner))),
             after_mlp=None,
         )
 

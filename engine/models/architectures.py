@@ -18,6 +18,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "Exaone4ForCausalLM": "exaone4",
+    "Cohere2ForCausalLM": "cohere2",
+    "Starcoder2ForCausalLM": "starcoder2",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     # Base models: the same decoder, saved without its head.
@@ -33,6 +35,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "Olmo2Model": "olmo2",
     "Olmo3Model": "olmo3",
     "Exaone4Model": "exaone4",
+    "Cohere2Model": "cohere2",
+    "Starcoder2Model": "starcoder2",
     "GlmModel": "glm",
     "Glm4Model": "glm4",
     # The spelling of the first Llama conversions.
@@ -58,6 +62,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "exaone4": "exaone4",
+    "cohere2": "cohere2",
+    "starcoder2": "starcoder2",
     "glm": "glm",
     "glm4": "glm4",
     "gemma3_text": "gemma3",

@@ -9,7 +9,7 @@ from torch.nn.functional import embedding
 from engine.cache.spec import LayerKV
 from engine.models.base import AttentionContext, AttentionOptions, ForwardBatch
 from engine.models.decoder_config import DecoderConfig
-from engine.models.norm import RMSNorm
+from engine.models.norm import Norm, RMSNorm
 from engine.models.ops import Ops, TorchOps
 from engine.models.rope import RotaryAngles, RotaryTable
 from engine.models.weights import DecoderWeights, LayerWeights
@@ -89,35 +89,35 @@ class Decoder:
     ) -> torch.Tensor:
         """`wanted` rows (None: all) are computed to the end. Keys and values are always of all: later tokens look back at them."""
         layer = self._weights.layers[index]
-        mixed = self._mixed(index, layer, hidden, angles, attention)
+        before = hidden if layer.before_attention is None else self._ops.norm(layer.before_attention, hidden)
+        mixed = self._mixed(index, layer, before, angles, attention)
         if wanted is not None:
             mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
         attended = self._added(layer.output(mixed), layer.after_attention)
-        if layer.before_mlp is None:
+        if self._decoder.parallel:
+            middle, normed = hidden + attended, before if wanted is None else before.index_select(0, wanted)
+        elif layer.before_mlp is None:
             middle = normed = hidden + attended
         else:
             middle, normed = self._ops.add_and_norm(hidden, attended, layer.before_mlp)
         for low in range(0, middle.shape[0], self._mlp_rows):
             rows = slice(low, low + self._mlp_rows)
-            middle[rows].add_(self._mlp(layer, normed[rows]))  # in place: nobody outside has seen the first sum
+            # In place: nobody outside has seen the first sum.
+            middle[rows].add_(self._added(layer.mlp(self._ops, normed[rows]), layer.after_mlp))
         return middle
 
-    def _mlp(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
-        return self._added(layer.down(self._ops.gate(self._decoder.activation, layer.gate_up(normed))), layer.after_mlp)
-
-    def _added(self, out: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+    def _added(self, out: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """What a sublayer adds to the residual stream, of what it gave."""
         added = out if norm is None else self._ops.norm(norm, out)
         return added if self._decoder.residual_scale == 1.0 else added.mul_(self._decoder.residual_scale)
 
     def _mixed(
-        self, index: int, layer: LayerWeights, hidden: torch.Tensor, angles: RotaryAngles | None, attention: AttentionContext
+        self, index: int, layer: LayerWeights, normed: torch.Tensor, angles: RotaryAngles | None, attention: AttentionContext
     ) -> torch.Tensor:
         """What the heads give, `[rows, heads * head_dim]`."""
-        rows, heads, head_dim = hidden.shape[0], self._decoder.num_heads, self._decoder.head_dim
+        rows, heads, head_dim = normed.shape[0], self._decoder.num_heads, self._decoder.head_dim
         rotated_heads = heads + self._decoder.num_kv_heads
-        qkv = layer.qkv(hidden if layer.before_attention is None else self._ops.norm(layer.before_attention, hidden))
-        qkv = qkv.view(rows, -1, head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
+        qkv = layer.qkv(normed).view(rows, -1, head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
         queries_and_keys = qkv[:, :rotated_heads]
         if layer.all_heads_norms is not None:
             queries_and_keys = self._normed_together(queries_and_keys, layer.all_heads_norms)

@@ -17,6 +17,15 @@ class NormNames:
     after_mlp: str | None = None
 
 
+@dataclass(frozen=True)
+class MLPNames:
+    """Weight names of a layer's MLP; `gate` None: down(activation(up(x))), without a gate."""
+
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate: str | None = "gate_proj"
+
+
 class QKNorm(Enum):
     """What queries and keys are normed over before they are rotated."""
 
@@ -52,9 +61,16 @@ class DecoderConfig:
     rotary: RotaryLayout | None = None
     """Which dimensions of a head are rotated; None: all, the first half with the second."""
     norms: NormNames = NormNames()
+    layer_norm: bool = False
+    """LayerNorm instead of RMSNorm."""
+    norm_bias: bool = False
+    """Of a LayerNorm."""
     norm_adds_one: bool = False
     """Stored norm weights are w - 1, applied in float32 (Gemma)."""
     embedding_scale: float = 1.0
+    parallel: bool = False
+    """Attention and MLP both read the rows normed before attention, and both are added to the residual stream (Cohere)."""
+    mlp: MLPNames = MLPNames()
     residual_scale: float = 1.0
     """Of what a sublayer adds to the residual stream (Granite)."""
     attention_soft_cap: float | None = None

@@ -12,7 +12,7 @@ import torch
 
 from engine.models.architectures import find_family, text_settings
 from engine.models.checkpoint import has_weights, stored_dtype
-from engine.models.decoder_config import DecoderConfig, NormNames, QKNorm
+from engine.models.decoder_config import DecoderConfig, MLPNames, NormNames, QKNorm
 from engine.models.end_tokens import eos_token_ids
 from engine.models.family import Family, Ropes, num_layers, read_decoder, read_windows
 from engine.models.hf_config import DEFAULT_DTYPE, JsonObject, named_dtype, read_config
@@ -169,6 +169,34 @@ def _glm4(config: JsonObject) -> DecoderConfig:
     return replace(_glm(config), norms=norms)
 
 
+def _cohere2(config: JsonObject) -> DecoderConfig:
+    """Layers without a window don't rotate. The last layers of four have none."""
+    windows = read_windows(config, [(layer + 1) % 4 != 0 for layer in range(num_layers(config))])
+    decoder = _with_attention_bias(read_decoder(config, windows, norm_eps="layer_norm_eps", interleaved=True), config)
+    return replace(
+        decoder,
+        rope_of_layer=tuple(None if window is None else 0 for window in windows),
+        norms=NormNames("input_layernorm", None, None),
+        layer_norm=True,
+        parallel=True,
+        logit_divisor=1 / config.number("logit_scale", 0.0625),
+    )
+
+
+def _starcoder2(config: JsonObject) -> DecoderConfig:
+    bias, slides = config.flag("use_bias", True), config.get("sliding_window") is not None
+    windows = read_windows(config, [slides] * num_layers(config), may_differ=False)
+    return replace(
+        read_decoder(config, windows, norm_eps="norm_epsilon"),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        layer_norm=True,
+        norm_bias=True,
+        mlp=MLPNames("c_fc", "c_proj", None),
+    )
+
+
 def _gemma2(config: JsonObject) -> DecoderConfig:
     windows = read_windows(config, [layer % 2 == 0 for layer in range(num_layers(config))])
     decoder = _gemma(config, read_decoder(config, windows, activation="hidden_activation"))
@@ -303,6 +331,29 @@ _GLM_DEFAULTS: Mapping[str, object] = {
     "rms_norm_eps": 0.00000015625,
     "partial_rotary_factor": 0.5,
 }
+_COHERE2_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 256_000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_STARCODER2_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "hidden_act": "gelu_pytorch_tanh",
+    "norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
 _PARTIAL = frozenset({"partial_rotary_factor"})
 
 FAMILIES: Mapping[str, Family] = {
@@ -318,6 +369,8 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(_olmo2, _OLMO2_DEFAULTS),
     "olmo3": Family(_olmo3, {**_OLMO2_DEFAULTS, "sliding_window": 4096}),
     "exaone4": Family(_exaone4, _EXAONE4_DEFAULTS),
+    "cohere2": Family(_cohere2, _COHERE2_DEFAULTS),
+    "starcoder2": Family(_starcoder2, _STARCODER2_DEFAULTS),
     "glm": Family(_glm, _GLM_DEFAULTS, applies=_PARTIAL),
     "glm4": Family(_glm4, _GLM_DEFAULTS, applies=_PARTIAL),
 }

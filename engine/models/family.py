@@ -73,10 +73,11 @@ def read_decoder(
     windows: tuple[int | None, ...],
     *,
     activation: str = "hidden_act",
+    norm_eps: str = "rms_norm_eps",
     rope_reader: Callable[[JsonObject, int, Sequence[int | None]], Ropes] = one_rope,
     interleaved: bool = False,
 ) -> DecoderConfig:
-    """What all families share; `activation` is the setting's name, `interleaved` says how dimensions are paired for the rotation."""
+    """What all families share; `activation` and `norm_eps` are names of settings, `interleaved` pairs neighbours for the rotation."""
     num_heads, num_kv_heads, head_dim = _heads(config)
     rotary = RotaryLayout(int(head_dim * partial_rotary_factor(config)), interleaved)
     if rotary.dim % 2:
@@ -89,7 +90,7 @@ def read_decoder(
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
         activation=_activation(config, activation),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number(norm_eps, 1e-6),
         attention_scale=head_dim**-0.5,
         windows=windows,
         ropes=ropes,

@@ -1,6 +1,7 @@
-"""RMSNorm as transformers computes it: statistics and product in float32 whatever the model's dtype."""
+"""Norms as transformers computes them: statistics in float32 whatever the model's dtype."""
 
 import torch
+from torch.nn.functional import layer_norm
 
 
 class RMSNorm:
@@ -26,3 +27,20 @@ class RMSNorm:
         if self.weight.dtype == torch.float32:
             return normed.mul_(self.weight).to(states.dtype)
         return normed.to(states.dtype).mul_(self.weight)
+
+
+class LayerNorm:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, all in float32; the bias may be absent."""
+
+    __slots__ = ("bias", "eps", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+        self.weight = weight.float()  # [width]
+        self.bias = None if bias is None else bias.float()
+        self.eps = eps
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return layer_norm(states.float(), self.weight.shape, self.weight, self.bias, self.eps).to(states.dtype)
+
+
+Norm = RMSNorm | LayerNorm

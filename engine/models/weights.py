@@ -10,7 +10,8 @@ from engine.errors import ModelError
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder_config import DecoderConfig, QKNorm
 from engine.models.linear import Linear, Linears
-from engine.models.norm import RMSNorm
+from engine.models.mlp import MLP, GatedMLP, PlainMLP
+from engine.models.norm import LayerNorm, Norm, RMSNorm
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -22,16 +23,15 @@ HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_at
 class LayerWeights:
     """One decoder layer. Products are given as `[outputs, inputs]`."""
 
-    before_attention: RMSNorm | None
+    before_attention: Norm | None
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, width]: queries, keys, values
     head_norm: RMSNorm | None  # of queries and keys, weight [heads + kv_heads, head_dim]
     all_heads_norms: tuple[RMSNorm, RMSNorm] | None  # weights [heads * head_dim], [kv_heads * head_dim]
     output: Linear  # [width, heads * head_dim]
-    after_attention: RMSNorm | None
-    before_mlp: RMSNorm | None
-    gate_up: Linear  # [2 * intermediate, width]
-    down: Linear  # [width, intermediate]
-    after_mlp: RMSNorm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    mlp: MLP
+    after_mlp: Norm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class DecoderWeights:
 
     embedding: torch.Tensor  # [vocab, width]
     layers: tuple[LayerWeights, ...]
-    final_norm: RMSNorm
+    final_norm: Norm
     head: Linear | None  # [vocab, width]; None: the checkpoint has none
 
 
@@ -84,12 +84,11 @@ class WeightLoader:
 
     def _layer(self, index: int) -> LayerWeights:
         config = self._config
-        width, inner = config.model.hidden_size, config.intermediate_size
+        width = config.model.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         prefix = f"model.layers.{index}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        attention = f"{prefix}.self_attn"
         qkv = self._stored([f"{attention}.{part}_proj" for part in "qkv"], f"{attention}.qkv_proj")
-        gate_up = self._stored([f"{mlp}.gate_proj", f"{mlp}.up_proj"], f"{mlp}.gate_up_proj")
         return LayerWeights(
             before_attention=self._optional_norm(prefix, config.norms.before_attention),
             qkv=self._linear(qkv, [queries, keys, keys], width, bias=config.qkv_bias, ordered=queries + keys),
@@ -98,10 +97,18 @@ class WeightLoader:
             output=self._linear([f"{attention}.o_proj"], [width], queries, bias=config.output_bias),
             after_attention=self._optional_norm(prefix, config.norms.after_attention),
             before_mlp=self._optional_norm(prefix, config.norms.before_mlp),
-            gate_up=self._linear(gate_up, [inner, inner], width, bias=config.mlp_bias),
-            down=self._linear([f"{mlp}.down_proj"], [width], inner, bias=config.mlp_bias),
+            mlp=self._mlp(f"{prefix}.mlp"),
             after_mlp=self._optional_norm(prefix, config.norms.after_mlp),
         )
+
+    def _mlp(self, prefix: str) -> MLP:
+        config, names = self._config, self._config.mlp
+        width, inner, bias = config.model.hidden_size, config.intermediate_size, config.mlp_bias
+        down = self._linear([f"{prefix}.{names.down}"], [width], inner, bias=bias)
+        if names.gate is None:
+            return PlainMLP(config.activation, self._linear([f"{prefix}.{names.up}"], [inner], width, bias=bias), down)
+        gate_up = self._stored([f"{prefix}.{names.gate}", f"{prefix}.{names.up}"], f"{prefix}.gate_up_proj")
+        return GatedMLP(config.activation, self._linear(gate_up, [inner, inner], width, bias=bias), down)
 
     def _stored(self, modules: list[str], fused: str) -> list[str]:
         """The modules as they are stored: one by one, or side by side under one name, as some exporters write them."""
@@ -123,10 +130,14 @@ class WeightLoader:
             for first in range(0, len(heads), size):
                 heads[first : first + size] = heads[first : first + size][self._head_order]
 
-    def _norm(self, module: str) -> RMSNorm:
-        return self._rms_norm(self._norm_weight(module, self._config.model.hidden_size))
+    def _norm(self, module: str) -> Norm:
+        width = self._config.model.hidden_size
+        weight = self._norm_weight(module, width)
+        if not self._config.layer_norm:
+            return self._rms_norm(weight)
+        return LayerNorm(weight, self._tensor((width,), [f"{module}.bias"]) if self._config.norm_bias else None, self._config.norm_eps)
 
-    def _optional_norm(self, prefix: str, name: str | None) -> RMSNorm | None:
+    def _optional_norm(self, prefix: str, name: str | None) -> Norm | None:
         return None if name is None else self._norm(f"{prefix}.{name}")
 
     def _head_norm(self, attention: str) -> RMSNorm:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
     Gemma2Config,
@@ -41,6 +43,8 @@ from transformers import (
     Qwen3ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from tests.parity.exact import KnownRows, in_float64, known_rows
@@ -58,6 +62,8 @@ CLASSES = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "exaone4": (Exaone4Config, Exaone4ForCausalLM),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
 }
@@ -103,6 +109,8 @@ FAMILY_SETTINGS: dict[str, dict[str, object]] = {
     "olmo2": {},
     "olmo3": {"num_hidden_layers": 4, "sliding_window": 7},
     "exaone4": {"num_hidden_layers": 4, "sliding_window": 7},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 7, "logit_scale": 0.25},
+    "starcoder2": {},
     "glm": {"head_dim": 16, "rope_parameters": HALF_ROTARY},
     "glm4": {"head_dim": 24, "rope_parameters": HALF_ROTARY},
 }

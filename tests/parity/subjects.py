@@ -9,11 +9,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.parity.conftest import CLASSES
 from tests.parity.exact import in_float64
 from tests.parity.ways import Subject, compute_known
 
 NUM_RANDOM = 70
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "smollm3", "granite", "olmo2", "olmo3", "exaone4", "glm4")
+FAMILIES = tuple(CLASSES)
 
 STORY = """The harbour master kept two ledgers. In the first he wrote what came in: grain from the south, timber, salt in grey
 sacks, once a piano that nobody had ordered. In the second he wrote the weather, and it was the second that the town came to read.

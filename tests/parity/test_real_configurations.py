@@ -26,7 +26,7 @@ AMBIGUOUS = "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"
 """Its `attn_factor` is ignored by transformers and applied by vLLM."""
 MAX_MODEL_LEN = 64
 LENGTHS = (61, 20)
-NUM_LAYERS = {"gemma3_text": 7, "smollm3": 5, "olmo3": 5, "exaone4": 5}
+NUM_LAYERS = {"gemma3_text": 7, "smollm3": 5, "olmo3": 5, "exaone4": 5, "cohere2": 5}
 """Past the first layer that is unlike the ones before; of the others two are enough."""
 VISION_TOWERS: Mapping[str, Settings] = {
     "gemma3": {"vision_config": VISION, "mm_tokens_per_image": 4},

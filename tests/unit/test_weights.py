@@ -12,6 +12,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.families import read_decoder_config
 from engine.models.linear import DenseLinear, DenseLinears, Linear
 from engine.models.loader import load_model
+from engine.models.mlp import MLP, GatedMLP
 from engine.models.weights import DecoderWeights, WeightLoader
 
 CPU = torch.device("cpu")
@@ -66,6 +67,11 @@ def weight(product: Linear) -> torch.Tensor:
     return product.weight
 
 
+def gated(mlp: MLP) -> GatedMLP:
+    assert isinstance(mlp, GatedMLP)
+    return mlp
+
+
 def refusal(folder: Path) -> str:
     with pytest.raises(ModelError) as caught:
         load_model(folder, device=CPU, dtype=torch.float32)
@@ -81,8 +87,10 @@ def assert_same_weights(weights: DecoderWeights, stored: dict[str, torch.Tensor]
         prefix = f"model.layers.{index}"
         attention = [stored[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv"]
         assert torch.equal(weight(layer.qkv), torch.cat(attention))
-        assert torch.equal(weight(layer.gate_up), torch.cat([stored[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
-        assert torch.equal(weight(layer.down), stored[f"{prefix}.mlp.down_proj.weight"])
+        assert torch.equal(
+            weight(gated(layer.mlp).gate_up), torch.cat([stored[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up")])
+        )
+        assert torch.equal(weight(gated(layer.mlp).down), stored[f"{prefix}.mlp.down_proj.weight"])
         assert torch.equal(layer.before_mlp.weight, stored[f"{prefix}.post_attention_layernorm.weight"])
 
 
@@ -112,7 +120,7 @@ def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
 def test_weights_are_converted_while_loading(tmp_path: Path) -> None:
     stored = stored_weights()
     weights = load(write(tmp_path, stored), torch.bfloat16)
-    assert torch.equal(weight(weights.layers[1].down), stored["model.layers.1.mlp.down_proj.weight"].bfloat16())
+    assert torch.equal(weight(gated(weights.layers[1].mlp).down), stored["model.layers.1.mlp.down_proj.weight"].bfloat16())
     assert weights.final_norm.weight.dtype == torch.bfloat16
 
 
