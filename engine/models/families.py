@@ -13,6 +13,20 @@ import torch
 from engine.models.architectures import find_family, text_settings
 from engine.models.checkpoint import has_weights, stored_dtype
 from engine.models.decoder_config import DecoderConfig, MLPNames, NormNames, QKNorm
+from engine.models.defaults import (
+    COHERE2_DEFAULTS,
+    EXAONE4_DEFAULTS,
+    GEMMA2_DEFAULTS,
+    GEMMA3_DEFAULTS,
+    GLM_DEFAULTS,
+    LLAMA_DEFAULTS,
+    MISTRAL_DEFAULTS,
+    OLMO2_DEFAULTS,
+    PHI3_DEFAULTS,
+    QWEN2_DEFAULTS,
+    SMOLLM3_DEFAULTS,
+    STARCODER2_DEFAULTS,
+)
 from engine.models.end_tokens import eos_token_ids
 from engine.models.family import Family, Ropes, num_layers, read_decoder, read_windows
 from engine.models.hf_config import DEFAULT_DTYPE, JsonObject, named_dtype, read_config
@@ -242,135 +256,23 @@ def _qwen_windows(config: JsonObject) -> tuple[int | None, ...]:
     return read_windows(config, [slides and layer >= first for layer in range(num_layers(config))])
 
 
-_LLAMA_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-}
-_MISTRAL_DEFAULTS: Mapping[str, object] = {
-    **_LLAMA_DEFAULTS,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 4096 * 32,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-}
-_QWEN2_DEFAULTS: Mapping[str, object] = {
-    **_LLAMA_DEFAULTS,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_GEMMA3_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-}
-
-_GEMMA2_DEFAULTS: Mapping[str, object] = {
-    **_GEMMA3_DEFAULTS,
-    "vocab_size": 256_000,
-    "max_position_embeddings": 8192,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
-_PHI3_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-}
-_SMOLLM3_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rope_theta": 2_000_000.0,
-    "tie_word_embeddings": True,
-}
-_OLMO2_DEFAULTS: Mapping[str, object] = {**_LLAMA_DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5}
-_EXAONE4_DEFAULTS: Mapping[str, object] = {
-    **_LLAMA_DEFAULTS,
-    "vocab_size": 102_400,
-    "intermediate_size": 16384,
-    "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-}
-_GLM_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 151_552,
-    "hidden_size": 4096,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 0.00000015625,
-    "partial_rotary_factor": 0.5,
-}
-_COHERE2_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 256_000,
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "max_position_embeddings": 8192,
-    "layer_norm_eps": 1e-5,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-_STARCODER2_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 49152,
-    "hidden_size": 3072,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "hidden_act": "gelu_pytorch_tanh",
-    "norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
 _PARTIAL = frozenset({"partial_rotary_factor"})
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_llama, _LLAMA_DEFAULTS),
-    "mistral": Family(_mistral, _MISTRAL_DEFAULTS),
-    "qwen2": Family(_qwen2, _QWEN2_DEFAULTS),
-    "qwen3": Family(_qwen3, {**_QWEN2_DEFAULTS, "head_dim": 128}),
-    "gemma2": Family(_gemma2, _GEMMA2_DEFAULTS, applies=frozenset({"attn_logit_softcapping"})),
-    "gemma3": Family(_gemma3, _GEMMA3_DEFAULTS),
-    "phi3": Family(_phi3, _PHI3_DEFAULTS, applies=_PARTIAL),
-    "smollm3": Family(_smollm3, _SMOLLM3_DEFAULTS),
-    "granite": Family(_granite, _LLAMA_DEFAULTS),
-    "olmo2": Family(_olmo2, _OLMO2_DEFAULTS),
-    "olmo3": Family(_olmo3, {**_OLMO2_DEFAULTS, "sliding_window": 4096}),
-    "exaone4": Family(_exaone4, _EXAONE4_DEFAULTS),
-    "cohere2": Family(_cohere2, _COHERE2_DEFAULTS),
-    "starcoder2": Family(_starcoder2, _STARCODER2_DEFAULTS),
-    "glm": Family(_glm, _GLM_DEFAULTS, applies=_PARTIAL),
-    "glm4": Family(_glm4, _GLM_DEFAULTS, applies=_PARTIAL),
+    "llama": Family(_llama, LLAMA_DEFAULTS),
+    "mistral": Family(_mistral, MISTRAL_DEFAULTS),
+    "qwen2": Family(_qwen2, QWEN2_DEFAULTS),
+    "qwen3": Family(_qwen3, {**QWEN2_DEFAULTS, "head_dim": 128}),
+    "gemma2": Family(_gemma2, GEMMA2_DEFAULTS, applies=frozenset({"attn_logit_softcapping"})),
+    "gemma3": Family(_gemma3, GEMMA3_DEFAULTS),
+    "phi3": Family(_phi3, PHI3_DEFAULTS, applies=_PARTIAL),
+    "smollm3": Family(_smollm3, SMOLLM3_DEFAULTS),
+    "granite": Family(_granite, LLAMA_DEFAULTS),
+    "olmo2": Family(_olmo2, OLMO2_DEFAULTS),
+    "olmo3": Family(_olmo3, {**OLMO2_DEFAULTS, "sliding_window": 4096}),
+    "exaone4": Family(_exaone4, EXAONE4_DEFAULTS),
+    "cohere2": Family(_cohere2, COHERE2_DEFAULTS),
+    "starcoder2": Family(_starcoder2, STARCODER2_DEFAULTS),
+    "glm": Family(_glm, GLM_DEFAULTS, applies=_PARTIAL),
+    "glm4": Family(_glm4, GLM_DEFAULTS, applies=_PARTIAL),
 }

@@ -1,0 +1,116 @@
+"""Settings that a configuration leaves out: those of transformers 5, by family."""
+
+from collections.abc import Mapping
+
+LLAMA_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+MISTRAL_DEFAULTS: Mapping[str, object] = {
+    **LLAMA_DEFAULTS,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 4096 * 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+QWEN2_DEFAULTS: Mapping[str, object] = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+GEMMA3_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+
+GEMMA2_DEFAULTS: Mapping[str, object] = {
+    **GEMMA3_DEFAULTS,
+    "vocab_size": 256_000,
+    "max_position_embeddings": 8192,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+PHI3_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+SMOLLM3_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2_000_000.0,
+    "tie_word_embeddings": True,
+}
+OLMO2_DEFAULTS: Mapping[str, object] = {**LLAMA_DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5}
+EXAONE4_DEFAULTS: Mapping[str, object] = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 102_400,
+    "intermediate_size": 16384,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+GLM_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 151_552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 0.00000015625,
+    "partial_rotary_factor": 0.5,
+}
+COHERE2_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 256_000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+STARCODER2_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "hidden_act": "gelu_pytorch_tanh",
+    "norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
