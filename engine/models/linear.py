@@ -17,6 +17,8 @@ _TRIES = 5
 _MOST_PADDED_ROWS = 64
 _FEW_ROWS = 16
 """MKL adds up one input after the other for 1 to 3 rows, also where a thread gets so few of them: 7 rows are 4 and 3."""
+_MOST_BLOCK_BYTES = 64 << 20
+"""Of the sums by block; only products too large for a CPU are computed without blocks for it."""
 _BLOCK_INPUTS = 192
 """About as many as MKL adds up in one go where there are more rows."""
 _WORTH_IT = 1.1
@@ -47,9 +49,11 @@ class DenseLinear:
         self.weight = weight
         self.bias = bias
         self._blocks = _blocks_of_inputs(weight)
+        num_blocks = 1 if self._blocks is None else len(self._blocks)
+        self._most_rows = min(_FEW_ROWS, _MOST_BLOCK_BYTES // (4 * num_blocks * weight.shape[0]))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if self._blocks is not None and 0 < states.shape[0] <= _FEW_ROWS:
+        if self._blocks is not None and 0 < states.shape[0] <= self._most_rows:
             return self._summed_by_blocks(states, self._blocks)
         return linear(states, self.weight, self.bias)
 
