@@ -6,8 +6,10 @@ Python's lock from a body's first byte to its last, and with it the event loop a
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # the same for all implementations of Python
 from typing import Any, cast
 
@@ -191,11 +193,37 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+_PIECE_CHARACTERS = 2**16
+_UNITS = re.compile(r'(?:([^"\\]+)|(\\u[dD][89abAB][0-9a-fA-F]{2})|(\\u[0-9a-fA-F]{4})|(\\[^u]))*', re.DOTALL)
+"""What a string is made of: text, the first half of a surrogate pair, other escapes."""
+
+
+def _scan_string(text: str, begin: int, strict: bool = True) -> tuple[str, int]:
+    """The string that begins behind a quote, and where it ends: the library's function in C, for a piece at a time."""
+    pieces, quote = list[str](), begin - 1
+    while (units := _UNITS.match(text, begin, begin + _PIECE_CHARACTERS)) is not None:
+        # A pair is decoded as one.
+        end = units.start(2) if units.lastindex == 2 else units.end()
+        if end == begin:
+            break
+        try:
+            pieces.append(scanstring(f'{text[begin:end]}"', 0, strict)[0])
+        except json.JSONDecodeError as error:
+            raise json.JSONDecodeError(error.msg, text, begin + error.pos) from None
+        begin = end
+    try:
+        rest, end = scanstring(text, begin, strict)
+    except json.JSONDecodeError as error:
+        raise json.JSONDecodeError(error.msg, text, quote if error.pos == begin - 1 else error.pos) from None
+    return "".join([*pieces, rest]), end
+
+
 class _SlowDecoder(json.JSONDecoder):
-    """The library's decoder without its part in C."""
+    """The library's decoder without its part in C, but for short pieces of strings."""
 
     def __init__(self, **hooks: Any) -> None:  # noqa: ANN401 - JSONDecoder's
         super().__init__(**hooks)
+        self.parse_string = _scan_string
         self.scan_once = py_make_scanner(self)
 
 
