@@ -98,10 +98,11 @@ def _mistral(config: JsonObject) -> DecoderConfig:
 
 def _phi3(config: JsonObject) -> DecoderConfig:
     """Its first configurations call the long rope "su" or "yarn"."""
-    scaling = config.child("rope_scaling")
-    if scaling is not None and scaling.text("rope_type", scaling.text("type", "")) in ("su", "yarn"):
-        longrope = {**scaling.values, "type": "longrope", "rope_type": "longrope"}
-        config = JsonObject(config.source, {**config.values, "rope_scaling": longrope})
+    for name in ("rope_scaling", "rope_parameters"):
+        entry = config.child(name)
+        if entry is not None and entry.text("rope_type", entry.text("type", "")) in ("su", "yarn"):
+            longrope = {**entry.values, "type": "longrope", "rope_type": "longrope"}
+            config = JsonObject(config.source, {**config.values, name: longrope})
     return _mistral(config)
 
 
@@ -120,7 +121,7 @@ def _smollm3(config: JsonObject) -> DecoderConfig:
     if rotates is None:
         interval = config.integer("no_rope_layer_interval", 4)
         rotates = [int((layer + 1) % interval != 0) for layer in range(count)]
-    if not isinstance(rotates, list) or len(rotates) != count or not set(rotates) <= {0, 1}:
+    if not isinstance(rotates, list) or len(rotates) != count or not all(rotated in (0, 1) for rotated in rotates):
         raise config.error("no_rope_layers must be 0 or 1 for every layer")
     if not config.flag("use_sliding_window", False):
         config = JsonObject(config.source, {**config.values, "sliding_window": None, "layer_types": None})
@@ -161,8 +162,8 @@ def _olmo3_ropes(config: JsonObject, rotary_dim: int, windows: Sequence[int | No
 def _exaone4(config: JsonObject) -> DecoderConfig:
     """With windows, full layers don't rotate."""
     pattern, window = config.get("sliding_window_pattern"), config.get("sliding_window")
-    if isinstance(pattern, str):
-        pattern = len(pattern)
+    if isinstance(pattern, str) and config.get("layer_types") is None:
+        raise config.error("sliding_window_pattern as a text is read only beside layer_types")
     if window is None or not isinstance(pattern, int) or pattern < 1:
         sliding = [False] * num_layers(config)
     else:
@@ -184,8 +185,9 @@ def _glm4(config: JsonObject) -> DecoderConfig:
 
 
 def _cohere2(config: JsonObject) -> DecoderConfig:
-    """Layers without a window don't rotate. The last layers of four have none."""
-    windows = read_windows(config, [(layer + 1) % 4 != 0 for layer in range(num_layers(config))])
+    """Layers without a window don't rotate. Where the configuration doesn't say otherwise, every fourth layer has none."""
+    pattern = config.integer("sliding_window_pattern", 4)
+    windows = read_windows(config, [(layer + 1) % pattern != 0 for layer in range(num_layers(config))])
     decoder = _with_attention_bias(read_decoder(config, windows, norm_eps="layer_norm_eps", interleaved=True), config)
     return replace(
         decoder,

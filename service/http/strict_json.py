@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from json.decoder import scanstring  # type: ignore[attr-defined]
+from json.decoder import scanstring  # type: ignore[attr-defined]  # JSONDecoder's own, which typeshed leaves out
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # the same for all implementations of Python
 from typing import Any, cast
 
