@@ -106,6 +106,18 @@ def test_rows_of_a_released_models_configuration_equal_transformers(name: str, t
     assert str(config.checkpoint_dtype).removeprefix("torch.") == named.get("torch_dtype", named.get("dtype"))
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("CohereLabs/c4ai-command-r7b-12-2024", {"sliding_window_pattern": 2}),
+        ("allenai/Olmo-3-7B-Instruct", {"rope_theta": 10_000}),
+        ("HuggingFaceTB/SmolLM3-3B", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+    ],
+)
+def test_settings_that_the_released_configurations_leave_as_they_are(name: str, settings: Settings, tmp_path: Path) -> None:
+    check_rows(tmp_path, cut_down(CONFIGURATIONS[name]) | settings)
+
+
 def test_a_setting_that_transformers_ignores_and_vllm_applies_is_refused_with_both_readings(tmp_path: Path) -> None:
     config = cut_down(CONFIGURATIONS[AMBIGUOUS])
     (tmp_path / "config.json").write_text(json.dumps(config))
