@@ -168,7 +168,7 @@ class SteppedEngine:
 
     def _step(self) -> Step:
         while not self._released.empty():
-            self._core.release_pages(self._released.get())
+            self._core.release_pages([self._released.get()])
         self._outputs, before = 0, self._stopwatch.seconds
         started = time.perf_counter()
         self._core.step()

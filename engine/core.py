@@ -138,8 +138,8 @@ class EngineCore:
         while self._in_flight:
             self._steps.withdraw(self._in_flight.pop())
 
-    def release_pages(self, pages: IntArray) -> None:
-        self._parts.states.pool.release(pages)
+    def release_pages(self, pages: Sequence[IntArray]) -> None:
+        self._parts.states.pool.release_all(pages)
 
     def save_ended(self, request_id: str) -> None:
         self._writing.pop(request_id, None)

@@ -44,6 +44,8 @@ class Engine:
         self._listener = listener
         self._state: EngineState = "starting"
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[IntArray] = queue.SimpleQueue()
+        """Hidden-state pages that writers are done with."""
         self._changed = threading.Condition()
         self._open: set[tuple[str, str]] = set()
         """Requests and their saves that were taken over and haven't ended, by the request's id."""
@@ -180,7 +182,14 @@ class Engine:
         self._listener.on_dead(error)
 
     def _release_later(self, pages: IntArray) -> None:
-        self._commands.put(lambda: self._core.release_pages(pages))
+        self._returned.put(pages)
+        self._commands.put(self._release_returned)
+
+    def _release_returned(self) -> None:
+        """All at once, since a call costs the pool more than the pages do; further commands of the kind find nothing left."""
+        pages = [self._returned.get_nowait() for _ in range(self._returned.qsize())]
+        if pages:
+            self._core.release_pages(pages)
 
     def _check_ids(self, request: EngineRequest) -> None:
         """A request's id is its own until its save has ended too, which may be long after its text."""

@@ -149,10 +149,10 @@ class Driver:
         full: list[tuple[float, int]] = []
         while self._core.has_work:
             while not self._released.empty():
-                self._core.release_pages(self._released.get())
+                self._core.release_pages([self._released.get()])
             self._outputs, started = 0, time.perf_counter()
             if not self._core.step():
-                self._core.release_pages(self._released.get(timeout=60))
+                self._core.release_pages([self._released.get(timeout=60)])
             if self._outputs == count:
                 full.append((time.perf_counter() - started, self._outputs))
         counted = full[1:-1]
@@ -183,7 +183,7 @@ class Driver:
                 raise CheckFailed(f"a save failed: {event.error}")
             self._open_saves -= event.status == "completed"
         while not self._released.empty():
-            self._core.release_pages(self._released.get())
+            self._core.release_pages([self._released.get()])
 
 
 def _read(path: Path) -> tuple[list[int], torch.Tensor]:

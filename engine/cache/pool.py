@@ -112,6 +112,15 @@ class BlockPool:
             unheld = unheld[known]
         self._cached.push(unheld[::-1])
 
+    def release_all(self, arrays: Sequence[IntArray]) -> None:
+        """`release` of each of the arrays, which may have blocks in common."""
+        blocks = np.concatenate(arrays, axis=None)
+        if len(np.unique(blocks)) == len(blocks):
+            self.release(blocks)
+        else:
+            for array in arrays:
+                self.release(array)
+
     def is_referenced(self, blocks: IntArray) -> BoolArray:
         return self._references[blocks] > 0
 

@@ -91,6 +91,8 @@ class PageTable:
 
     def pages_of(self, blocks: Sequence[int]) -> IntArray:
         """`[blocks, layers]`."""
+        if len(blocks) == 1:
+            return self._pages[blocks[0]][None]
         return np.concatenate([self._pages[block] for block in blocks]).reshape(len(blocks), -1)
 
     def mark_filled(self, first: int, ranges: Sequence[Range], end: int) -> None:
@@ -125,10 +127,12 @@ class PageTable:
 
     def release_before(self, position: int) -> None:
         """Releases blocks that end at `position` or before it."""
-        self._release([block for block in self._pages if (block + 1) * self._size <= position])
+        if self._pages:
+            self._release([block for block in self._pages if (block + 1) * self._size <= position])
 
     def release_all(self) -> None:
-        self._release(list(self._pages))
+        if self._pages:
+            self._release(list(self._pages))
 
     def close(self) -> None:
         self.release_all()

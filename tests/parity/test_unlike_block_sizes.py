@@ -87,7 +87,7 @@ class SmallCore:
             for job in self.jobs.values():
                 job.write_all()
             while self.released:
-                self.core.release_pages(self.released.pop())
+                self.core.release_pages([self.released.pop()])
         assert not self.core.has_work
         self.core.check_integrity()
 

@@ -423,7 +423,7 @@ class Bench:
 
     def take_pages_back(self) -> None:
         while self.released:
-            self.core.release_pages(self.released.pop())
+            self.core.release_pages([self.released.pop()])
 
     def run(self, *, max_steps: int = 3000) -> None:
         """Steps until nothing is left to compute, with a fast disk."""

@@ -157,7 +157,7 @@ class DecodeBench:
         for job in self.jobs.values():
             job.write_all()
         while self.released:
-            self.core.release_pages(self.released.pop())
+            self.core.release_pages([self.released.pop()])
 
     @property
     def num_ahead(self) -> int:

@@ -235,6 +235,17 @@ def test_of_blocks_released_together_the_last_one_is_evicted_first() -> None:
     assert take(pool, 3).tolist() == blocks[::-1].tolist()
 
 
+def test_arrays_released_together_may_have_blocks_in_common() -> None:
+    pool = BlockPool(8)
+    blocks = take(pool, 5)
+    pool.retain(blocks[:2])
+    pool.release_all([blocks[:3], blocks[:2]])
+    assert pool.is_referenced(blocks).tolist() == [False, False, False, True, True]
+    pool.release_all([blocks[3:4], blocks[4:, None]])
+    assert pool.stats().free == 7
+    pool.check_integrity()
+
+
 def test_keys_of_what_is_evicted_are_let_go() -> None:
     class Key: ...
 
