@@ -19,8 +19,8 @@ from benchmarks.machine import Machine
 from benchmarks.targets import Row
 from benchmarks.vllm import KV_CACHE_GIB, VllmProcess, environment
 from benchmarks.workload import extraction
-from engine.models.prepared import Progress
-from engine.models.source import default_cache, resolve_model
+from engine.models.checkpoints.prepared import Progress
+from engine.models.checkpoints.source import default_cache, resolve_model
 from service.cli.launcher import ServiceProcess
 
 UNTRIMMED = "--no-trim-last-layer"

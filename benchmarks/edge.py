@@ -25,8 +25,8 @@ from benchmarks.edge_model import write_small_model
 from benchmarks.edge_service import EdgeService, Step, greedy
 from benchmarks.results import Answer, Round
 from engine.errors import ModelError
-from engine.models.prepared import Progress
-from engine.models.source import default_cache, resolve_model
+from engine.models.checkpoints.prepared import Progress
+from engine.models.checkpoints.source import default_cache, resolve_model
 from service.text.tokenizer import Tokenizer
 
 CONCURRENCIES = (1, 16, 64)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ConfigError
-from engine.models.linear import DenseLinear, Linear, PackedLinears
+from engine.models.blocks.linear import DenseLinear, Linear, PackedLinears
 
 MIN_TRIES = 3
 MIN_SECONDS = 0.05

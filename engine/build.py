@@ -22,9 +22,9 @@ from engine.errors import ConfigError
 from engine.execution.recording import GraphRecording, caches_of, recorder_for
 from engine.execution.runner import ModelRunner
 from engine.models.base import Model, ModelConfig
-from engine.models.linear import choose_linears
+from engine.models.blocks.linear import choose_linears
+from engine.models.blocks.ops import NativeOps
 from engine.models.loader import load_model, read_model_config
-from engine.models.ops import NativeOps
 from engine.native.compiler import NoKernels
 from engine.native.kernels import Kernels, load_kernels
 from engine.sampling.sampler import Sampler

@@ -13,8 +13,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.layers import LayerId, default_layers, resolve_layers
-from engine.models.prepared import Progress
-from engine.models.source import ModelSource, resolve_model
+from engine.models.checkpoints.prepared import Progress
+from engine.models.checkpoints.source import ModelSource, resolve_model
 from engine.stats import EngineListener
 from service.config.settings import Settings, engine_config
 from service.config.units import format_size

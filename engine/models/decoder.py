@@ -8,10 +8,10 @@ from torch.nn.functional import embedding
 
 from engine.cache.spec import LayerKV
 from engine.models.base import AttentionContext, AttentionOptions, ForwardBatch
-from engine.models.decoder_config import DecoderConfig
-from engine.models.norm import Norm, RMSNorm
-from engine.models.ops import Ops, TorchOps
-from engine.models.rope import RotaryAngles, RotaryTable
+from engine.models.blocks.norm import Norm, RMSNorm
+from engine.models.blocks.ops import Ops, TorchOps
+from engine.models.blocks.rope import RotaryAngles, RotaryTable
+from engine.models.configuration.decoder_config import DecoderConfig
 from engine.models.weights import DecoderWeights, LayerWeights
 
 _MLP_ROWS_ON_CPU = 256

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 from engine.models.base import Model, ModelConfig
-from engine.models.checkpoint import Checkpoint
+from engine.models.blocks.linear import DenseLinears, Linears
+from engine.models.blocks.ops import Ops
+from engine.models.checkpoints.checkpoint import Checkpoint
+from engine.models.checkpoints.tensor_names import is_of_other_modality
+from engine.models.configuration.families import read_decoder_config
 from engine.models.decoder import Decoder
-from engine.models.families import read_decoder_config
-from engine.models.linear import DenseLinears, Linears
-from engine.models.ops import Ops
-from engine.models.tensor_names import is_of_other_modality
 from engine.models.weights import WeightLoader
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelError
-from engine.models.checkpoint import Checkpoint
-from engine.models.decoder_config import DecoderConfig, QKNorm
-from engine.models.linear import Linear, Linears
-from engine.models.mlp import MLP, GatedMLP, PlainMLP
-from engine.models.norm import LayerNorm, Norm, RMSNorm
+from engine.models.blocks.linear import Linear, Linears
+from engine.models.blocks.mlp import MLP, GatedMLP, PlainMLP
+from engine.models.blocks.norm import LayerNorm, Norm, RMSNorm
+from engine.models.checkpoints.checkpoint import Checkpoint
+from engine.models.configuration.decoder_config import DecoderConfig, QKNorm
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -68,7 +68,7 @@ class Kernels:
     def rotate(
         self, states: torch.Tensor, cosine: torch.Tensor, signed_sine: torch.Tensor, weight: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
-        """`engine.models.rope.rotate` of `[rows, heads, head_dim]`, after a norm with `weight` `[heads, head_dim]` where one is given.
+        """As `blocks.rope.rotate`: `[rows, heads, head_dim]`, after a norm with `weight` `[heads, head_dim]` where there is one.
 
         The rows of `states` may lie apart; cosine and signed_sine are `[rows, 1, head_dim]`.
         """

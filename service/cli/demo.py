@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.models.prepared import Progress
-from engine.models.source import default_cache, resolve_model
+from engine.models.checkpoints.prepared import Progress
+from engine.models.checkpoints.source import default_cache, resolve_model
 from service.cli.demo_client import RequestFailed, complete, get_json, get_text, wait_for_save
 from service.cli.demo_report import completion_lines, file_lines, metric_lines
 from service.cli.launcher import LaunchError, ServiceProcess

@@ -18,8 +18,8 @@ from pydantic_settings import (
 
 from engine.config import AttentionName, Checksum, Durability, EngineConfig, Switch
 from engine.layers import LayerId
-from engine.models.packaged import SMOLLM2_135M
-from engine.models.prepared import user_data_directory
+from engine.models.checkpoints.packaged import SMOLLM2_135M
+from engine.models.checkpoints.prepared import user_data_directory
 from service.config import values
 from service.config.units import MAX_TTL_SECONDS
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from engine.models.packaged import SMOLLM2_135M
-from engine.models.prepared import Progress
-from engine.models.source import default_cache, prepare_packaged
+from engine.models.checkpoints.packaged import SMOLLM2_135M
+from engine.models.checkpoints.prepared import Progress
+from engine.models.checkpoints.source import default_cache, prepare_packaged
 from tests.parity.conftest import CLASSES, FAMILY_SETTINGS, SHAPE, randomise
 from tests.parity.exact import Errors
 from tests.parity.subjects import FAMILIES, smollm2_subject, tiny_subject

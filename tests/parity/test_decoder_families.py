@@ -16,8 +16,8 @@ from engine.cache.spec import LayerKV
 from engine.errors import ModelError
 from engine.layers import LayerId
 from engine.models.base import AttentionOptions, ForwardBatch, Model
+from engine.models.blocks.ops import NativeOps, Ops, TorchOps
 from engine.models.loader import load_model, read_model_config
-from engine.models.ops import NativeOps, Ops, TorchOps
 from engine.native.compiler import NoKernels
 from engine.native.kernels import load_kernels
 from tests.parity.exact import Errors

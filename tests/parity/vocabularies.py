@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from engine.errors import ModelError
+from engine.models.checkpoints.prepared import Progress, prepare_once
+from engine.models.checkpoints.source import default_cache
 from engine.models.gguf.file import GGUFMetadata
-from engine.models.prepared import Progress, prepare_once
-from engine.models.source import default_cache
 
 PACKAGE = "llama-cpp-python==0.3.36"
 """77 MB to download, of which 47 MB are kept."""

@@ -8,10 +8,10 @@ import torch
 
 from engine.errors import ModelError
 from engine.models.base import ModelConfig
-from engine.models.decoder_config import DecoderConfig
-from engine.models.families import read_decoder_config
+from engine.models.blocks.rope import DefaultRope, LinearRope
+from engine.models.configuration.decoder_config import DecoderConfig
+from engine.models.configuration.families import read_decoder_config
 from engine.models.loader import read_model_config
-from engine.models.rope import DefaultRope, LinearRope
 
 SIZES = {
     "hidden_size": 64,

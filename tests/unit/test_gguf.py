@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from engine.errors import ModelError
+from engine.models.checkpoints.prepared import Progress
+from engine.models.checkpoints.source import resolve_model
 from engine.models.gguf import convert as converter
 from engine.models.gguf.file import GGUFFile
-from engine.models.prepared import Progress
-from engine.models.source import resolve_model
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 16, 4, 2, 4, 24, 10
 Tensors = dict[str, NDArray[np.float32]]

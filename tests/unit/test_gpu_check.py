@@ -23,7 +23,7 @@ from engine.attention.sdpa import SdpaBackend, SdpaContext
 from engine.attention.select import Selection
 from engine.attention.varlen import VarlenBackend
 from engine.models.base import AttentionOptions
-from engine.models.linear import DenseLinear
+from engine.models.blocks.linear import DenseLinear
 from tests.unit.decode_bench import FakeRecorder, make_backend
 from tests.unit.paged_kernels import FakeVarlen
 

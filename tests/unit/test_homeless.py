@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelError
-from engine.models import source
-from engine.models.packaged import SMOLLM2_135M
-from engine.models.source import DEFAULT_MODEL, resolve_model
+from engine.models.checkpoints import source
+from engine.models.checkpoints.packaged import SMOLLM2_135M
+from engine.models.checkpoints.source import DEFAULT_MODEL, resolve_model
 from service.cli.main import main
 from service.config.settings import load_settings
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-import engine.models.linear as products
+import engine.models.blocks.linear as products
 from engine.errors import ConfigError
-from engine.models.linear import DenseLinear, DenseLinears, PackedLinear, PackedLinears, choose_linears
+from engine.models.blocks.linear import DenseLinear, DenseLinears, PackedLinear, PackedLinears, choose_linears
 from tests.products import packed_linears
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from engine.attention.facade import GroupCache
 from engine.attention.index import plan_group
 from engine.attention.sdpa import SdpaBackend
 from engine.models.base import AttentionOptions
-from engine.models.norm import RMSNorm
-from engine.models.ops import NativeOps, TorchOps
-from engine.models.rope import DefaultRope, RotaryAngles, RotaryTable
+from engine.models.blocks.norm import RMSNorm
+from engine.models.blocks.ops import NativeOps, TorchOps
+from engine.models.blocks.rope import DefaultRope, RotaryAngles, RotaryTable
 from engine.native import compiler
 from engine.native import kernels as native
 from engine.native.compiler import FAMILIES, NoKernels, compile_library, find_library

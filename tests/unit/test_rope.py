@@ -10,9 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
-from engine.models.hf_config import JsonObject
-from engine.models.rope import DefaultRope, Rope, RotaryTable, YarnRope, rotate
-from engine.models.rope_config import read_rope, read_ropes_by_layer_type
+from engine.models.blocks.rope import DefaultRope, Rope, RotaryTable, YarnRope, rotate
+from engine.models.checkpoints.hf_config import JsonObject
+from engine.models.configuration.rope_config import read_rope, read_ropes_by_layer_type
 
 VARIANTS: dict[str, dict[str, object]] = {
     "default": {"rope_type": "default"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.packaged import SMOLLM2_135M
+from engine.models.checkpoints.packaged import SMOLLM2_135M
 from service.cli import main as cli
 from service.config.settings import BadSettings, Settings, engine_config, load_settings
 from service.config.units import format_size, parse_duration, parse_size

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from engine.errors import ModelError
-from engine.models import source
-from engine.models.packaged import PackagedGGUF, fetch_packaged
-from engine.models.prepared import Progress, prepare_once
-from engine.models.source import DEFAULT_MODEL, default_cache, resolve_model
+from engine.models.checkpoints import source
+from engine.models.checkpoints.packaged import PackagedGGUF, fetch_packaged
+from engine.models.checkpoints.prepared import Progress, prepare_once
+from engine.models.checkpoints.source import DEFAULT_MODEL, default_cache, resolve_model
 
 REPOSITORY = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -261,7 +261,7 @@ class TestPreparedOnce:
 
 
 def _process(script: str, *arguments: Path) -> "subprocess.Popen[str]":
-    lines = ["import sys", "from pathlib import Path", "from engine.models.prepared import Progress, prepare_once"]
+    lines = ["import sys", "from pathlib import Path", "from engine.models.checkpoints.prepared import Progress, prepare_once"]
     code = "\n".join([*lines, *(line[12:] for line in script.splitlines())])
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -324,7 +324,7 @@ class TestPackaged:
         python.write_text('#!/bin/sh\nhead -c 3000000 /dev/zero > "$TMPDIR/part"\nsleep 0.5\nexit 1\n')
         python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(python))
-        monkeypatch.setattr("engine.models.packaged.REPORT_SECONDS", 0.2)
+        monkeypatch.setattr("engine.models.checkpoints.packaged.REPORT_SECONDS", 0.2)
         lines: list[str] = []
         with pytest.raises(ModelError):
             fetch_packaged(PackagedGGUF("m", ("x",), ""), tmp_path / "into", Progress(lines.append))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from engine.models.source import default_cache, resolve_model
+from engine.models.checkpoints.source import default_cache, resolve_model
 from service.text.token_bound import TokenBound, token_bound
 from service.text.tokenizer import Tokenizer
 

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import ModelError
-from engine.models.checkpoint import Checkpoint
-from engine.models.families import read_decoder_config
-from engine.models.linear import DenseLinear, DenseLinears, Linear
+from engine.models.blocks.linear import DenseLinear, DenseLinears, Linear
+from engine.models.blocks.mlp import MLP, GatedMLP
+from engine.models.checkpoints.checkpoint import Checkpoint
+from engine.models.configuration.families import read_decoder_config
 from engine.models.loader import load_model
-from engine.models.mlp import MLP, GatedMLP
 from engine.models.weights import DecoderWeights, WeightLoader
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_shards_are_found_by_their_index(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.models.checkpoint.CHUNK_BYTES", 70)
+    monkeypatch.setattr("engine.models.checkpoints.checkpoint.CHUNK_BYTES", 70)
     stored = stored_weights()
     done: list[tuple[int, int]] = []
     folder = write(tmp_path, stored)

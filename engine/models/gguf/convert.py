@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from engine.errors import ModelError
+from engine.models.checkpoints.prepared import Progress
 from engine.models.gguf.families import ROPE_FACTORS, TOP_NAMES, GGUFFamily, family_of
 from engine.models.gguf.file import GGUFFile
 from engine.models.gguf.settings import GGUFSettings
 from engine.models.gguf.tokenizer import build_tokenizer, special_token_ids, tokenizer_config
-from engine.models.prepared import Progress
 
 CONVERTER_VERSION = 2
 """Raised when the same GGUF would give another folder: folders made by an older converter are then made anew."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from engine.models.base import ModelConfig
-from engine.models.rope import Rope, RotaryLayout
+from engine.models.blocks.rope import Rope, RotaryLayout
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from typing import Protocol
 
 import torch
 
-from engine.models.family import ACTIVATIONS
-from engine.models.norm import Norm, RMSNorm
-from engine.models.rope import RotaryAngles, rotate
+from engine.models.blocks.activations import ACTIVATIONS
+from engine.models.blocks.norm import Norm, RMSNorm
+from engine.models.blocks.rope import RotaryAngles, rotate
 from engine.native.kernels import GATES, MAX_HEAD_DIM, Kernels
 
 

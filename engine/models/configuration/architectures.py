@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from engine.errors import ModelError
-from engine.models.hf_config import JsonObject
+from engine.models.checkpoints.hf_config import JsonObject
 
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",

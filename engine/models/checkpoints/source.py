@@ -11,10 +11,10 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from engine.errors import ModelError
+from engine.models.checkpoints.packaged import SMOLLM2_135M, PackagedGGUF, fetch_packaged
+from engine.models.checkpoints.prepared import Progress, prepare_once, user_data_directory
 from engine.models.gguf.convert import CONVERTER_VERSION, convert_gguf
 from engine.models.gguf.file import parts_of
-from engine.models.packaged import SMOLLM2_135M, PackagedGGUF, fetch_packaged
-from engine.models.prepared import Progress, prepare_once, user_data_directory
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from engine.errors import ModelError
-from engine.models.prepared import POLL_SECONDS, Progress
+from engine.models.checkpoints.prepared import POLL_SECONDS, Progress
 
 REPORT_SECONDS = 3.0
 CHUNK_BYTES = 1 << 20

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine.models.hf_config import JsonObject, read_json_object
+from engine.models.checkpoints.hf_config import JsonObject, read_json_object
 
 NO_TOKEN = -1
 """What configurations write where there is no such token."""

@@ -3,27 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch.nn.functional import gelu, relu, silu
-
 from engine.models.base import ModelConfig
-from engine.models.decoder_config import DecoderConfig
-from engine.models.hf_config import DEFAULT_DTYPE, JsonObject
-from engine.models.rope import DynamicRope, Rope, RotaryLayout, YarnRope
-from engine.models.rope_config import partial_rotary_factor, read_rope
-
-
-def _gelu_tanh(states: torch.Tensor) -> torch.Tensor:
-    return gelu(states, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": silu,
-    "swish": silu,
-    "gelu": gelu,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": relu,
-}
+from engine.models.blocks.activations import ACTIVATIONS
+from engine.models.blocks.rope import DynamicRope, Rope, RotaryLayout, YarnRope
+from engine.models.checkpoints.hf_config import DEFAULT_DTYPE, JsonObject
+from engine.models.configuration.decoder_config import DecoderConfig
+from engine.models.configuration.rope_config import partial_rotary_factor, read_rope
 
 
 @dataclass(frozen=True)

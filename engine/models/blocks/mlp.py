@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 
-from engine.models.linear import Linear
-from engine.models.ops import Ops
+from engine.models.blocks.linear import Linear
+from engine.models.blocks.ops import Ops
 
 
 class MLP(Protocol):

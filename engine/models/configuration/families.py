@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from engine.models.architectures import find_family, text_settings
-from engine.models.checkpoint import has_weights, stored_dtype
-from engine.models.decoder_config import DecoderConfig, MLPNames, NormNames, QKNorm
-from engine.models.defaults import (
+from engine.models.checkpoints.checkpoint import has_weights, stored_dtype
+from engine.models.checkpoints.hf_config import DEFAULT_DTYPE, JsonObject, named_dtype, read_config
+from engine.models.configuration.architectures import find_family, text_settings
+from engine.models.configuration.decoder_config import DecoderConfig, MLPNames, NormNames, QKNorm
+from engine.models.configuration.defaults import (
     COHERE2_DEFAULTS,
     EXAONE4_DEFAULTS,
     GEMMA2_DEFAULTS,
@@ -27,10 +28,9 @@ from engine.models.defaults import (
     SMOLLM3_DEFAULTS,
     STARCODER2_DEFAULTS,
 )
-from engine.models.end_tokens import eos_token_ids
-from engine.models.family import Family, Ropes, num_layers, read_decoder, read_windows
-from engine.models.hf_config import DEFAULT_DTYPE, JsonObject, named_dtype, read_config
-from engine.models.rope_config import read_ropes_by_layer_type
+from engine.models.configuration.end_tokens import eos_token_ids
+from engine.models.configuration.family import Family, Ropes, num_layers, read_decoder, read_windows
+from engine.models.configuration.rope_config import read_ropes_by_layer_type
 
 REFUSED_SETTINGS: dict[str, tuple[object, ...]] = {
     "quantization_config": (None, {}),

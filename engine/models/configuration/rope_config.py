@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.models.hf_config import JsonObject
-from engine.models.rope import (
+from engine.models.blocks.rope import (
     DefaultRope,
     DynamicRope,
     LinearRope,
@@ -15,6 +14,7 @@ from engine.models.rope import (
     longrope_attention_factor,
     yarn_attention_factor,
 )
+from engine.models.checkpoints.hf_config import JsonObject
 
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "factor"}
 _YARN_KEYS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned", "attention_factor"}

@@ -8,8 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelError
-from engine.models.hf_config import read_json_object
-from engine.models.tensor_names import canonical_names
+from engine.models.checkpoints.hf_config import read_json_object
+from engine.models.checkpoints.tensor_names import canonical_names
 
 FLOAT_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 TORCH_DTYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
