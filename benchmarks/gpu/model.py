@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.base import ModelConfig
+from engine.models.base import AttentionOptions, ModelConfig
+from engine.models.blocks.attention import Attention
+from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.blocks.linear import DenseLinear
 from engine.models.blocks.mlp import GatedMLP
 from engine.models.blocks.norm import RMSNorm
 from engine.models.blocks.rope import DefaultRope
-from engine.models.configuration.decoder_config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.weights import DecoderWeights, LayerWeights
 
@@ -61,10 +62,16 @@ def random_model(shape: ModelShape, device: torch.device) -> Decoder:
         queries, fused = shape.heads * shape.head_dim, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         return LayerWeights(
             before_attention=norm(),
-            qkv=DenseLinear(matrix(fused, shape.width)),
-            head_norm=None,
-            all_heads_norms=None,
-            output=DenseLinear(matrix(shape.width, queries)),
+            mixer=Attention(
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+                AttentionOptions(shape.head_dim**-0.5),
+                qkv=DenseLinear(matrix(fused, shape.width)),
+                head_norm=None,
+                all_heads_norms=None,
+                output=DenseLinear(matrix(shape.width, queries)),
+            ),
             after_attention=None,
             before_mlp=norm(),
             mlp=GatedMLP("silu", DenseLinear(matrix(2 * shape.inner, shape.width)), DenseLinear(matrix(shape.width, shape.inner))),

@@ -53,6 +53,8 @@ class GraphRecording:
             self._disable(f"attention {backend.name} on {model.device.type} has none")
         elif not model.config.has_head:
             self._disable("the model has no LM head, so no text is generated")
+        elif not model.config.recordable:
+            self._disable(f"the products of the model's experts wait for the device in {str(model.dtype).removeprefix('torch.')}")
 
     def bytes_needed(self, specs: Sequence[KVSpec]) -> int:
         """What the graphs will take of the device's memory: they are recorded over a cache that holds nothing, and dropped again.

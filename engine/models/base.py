@@ -26,6 +26,8 @@ class ModelConfig:
     """The model may be run with more positions than `max_model_len`: its rotary scaling (dynamic NTK) is made for any length."""
     has_head: bool = True
     """False where the checkpoint has no LM head: it has hidden states, but no text and no log-probabilities."""
+    recordable: bool = True
+    """Whether CUDA graphs can hold its steps. What waits for the device within a layer can't be recorded."""
 
 
 class AttentionContext(Protocol):

@@ -1,21 +1,17 @@
 """The configurable decoder: packed rows through the layers, the residual stream handed out after each."""
 
-import sys
 from dataclasses import replace
 
 import torch
 from torch.nn.functional import embedding
 
 from engine.cache.spec import LayerKV
-from engine.models.base import AttentionContext, AttentionOptions, ForwardBatch
-from engine.models.blocks.norm import Norm, RMSNorm
+from engine.models.base import AttentionContext, ForwardBatch
+from engine.models.blocks.decoder_config import DecoderConfig
+from engine.models.blocks.norm import Norm
 from engine.models.blocks.ops import Ops, TorchOps
 from engine.models.blocks.rope import RotaryAngles, RotaryTable
-from engine.models.configuration.decoder_config import DecoderConfig
-from engine.models.weights import DecoderWeights, LayerWeights
-
-_MLP_ROWS_ON_CPU = 256
-"""Rows that go through a layer's MLP together: what lies between its products, several times as wide as a row, stays in the caches."""
+from engine.models.weights import DecoderWeights
 
 
 class Decoder:
@@ -23,13 +19,13 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int, ops: Ops | None = None) -> None:
         """`max_model_len` is the context limit that the model runs with; positions must be below it. `ops`: torch's where None."""
-        self.config = replace(config.model, has_head=weights.head is not None)
+        recordable = all(layer.mlp.recordable for layer in weights.layers)
+        self.config = replace(config.model, has_head=weights.head is not None, recordable=recordable)
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._decoder = config
         self._weights = weights
         self._ops = ops or TorchOps()
-        self._mlp_rows = _MLP_ROWS_ON_CPU if self.device.type == "cpu" else sys.maxsize
         # Rounded to the model's dtype, as Gemma's reference code does: sqrt(3072) is 55.5 in bfloat16.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         rotary_dim = None if config.rotary is None else config.rotary.dim
@@ -37,12 +33,10 @@ class Decoder:
             RotaryTable(rope, config.head_dim, max_model_len, dtype=self.dtype, device=self.device, rotary_dim=rotary_dim)
             for rope in config.ropes
         ]
-        self._options = [AttentionOptions(config.attention_scale, window, config.attention_soft_cap) for window in config.windows]
 
     def kv_layers(self) -> list[LayerKV]:
         """What each decoder layer keeps in the KV cache, in layer order."""
-        config = self._decoder
-        return [LayerKV(config.num_kv_heads, config.head_dim, window) for window in config.windows]
+        return [layer.mixer.kv for layer in self._weights.layers]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -90,18 +84,18 @@ class Decoder:
         """`wanted` rows (None: all) are computed to the end. Keys and values are always of all: later tokens look back at them."""
         layer = self._weights.layers[index]
         before = hidden if layer.before_attention is None else self._ops.norm(layer.before_attention, hidden)
-        mixed = self._mixed(index, layer, before, angles, attention)
+        mixed = layer.mixer.mix(index, self._ops, before, angles, attention)
         if wanted is not None:
             mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
-        attended = self._added(layer.output(mixed), layer.after_attention)
+        attended = self._added(layer.mixer.output(mixed), layer.after_attention)
         if self._decoder.parallel:
             middle, normed = hidden + attended, before if wanted is None else before.index_select(0, wanted)
         elif layer.before_mlp is None:
             middle = normed = hidden + attended
         else:
             middle, normed = self._ops.add_and_norm(hidden, attended, layer.before_mlp)
-        for low in range(0, middle.shape[0], self._mlp_rows):
-            rows = slice(low, low + self._mlp_rows)
+        for low in range(0, middle.shape[0], layer.mlp.rows_at_once):
+            rows = slice(low, low + layer.mlp.rows_at_once)
             # In place: nobody outside has seen the first sum.
             middle[rows].add_(self._added(layer.mlp(self._ops, normed[rows]), layer.after_mlp))
         return middle
@@ -110,22 +104,3 @@ class Decoder:
         """What a sublayer adds to the residual stream, of what it gave."""
         added = out if norm is None else self._ops.norm(norm, out)
         return added if self._decoder.residual_scale == 1.0 else added.mul_(self._decoder.residual_scale)
-
-    def _mixed(
-        self, index: int, layer: LayerWeights, normed: torch.Tensor, angles: RotaryAngles | None, attention: AttentionContext
-    ) -> torch.Tensor:
-        """What the heads give, `[rows, heads * head_dim]`."""
-        rows, heads, head_dim = normed.shape[0], self._decoder.num_heads, self._decoder.head_dim
-        rotated_heads = heads + self._decoder.num_kv_heads
-        qkv = layer.qkv(normed).view(rows, -1, head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
-        queries_and_keys = qkv[:, :rotated_heads]
-        if layer.all_heads_norms is not None:
-            queries_and_keys = self._normed_together(queries_and_keys, layer.all_heads_norms)
-        rotated = self._ops.rotate(queries_and_keys, angles, layer.head_norm)  # [rows, heads + kv_heads, head_dim]
-        mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, rotated_heads:], self._options[index])
-        return mixed.reshape(rows, -1)
-
-    def _normed_together(self, states: torch.Tensor, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
-        """Queries normed over all of their heads, and keys over theirs: `[rows, heads + kv_heads, head_dim]`."""
-        parts = zip(norms, (states[:, : self._decoder.num_heads], states[:, self._decoder.num_heads :]), strict=True)
-        return torch.cat([self._ops.norm(norm, part.flatten(1).contiguous()).view(part.shape) for norm, part in parts], dim=1)

@@ -1,11 +1,13 @@
 """Loads a model folder."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine.models.base import Model, ModelConfig
+from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.blocks.linear import DenseLinears, Linears
 from engine.models.blocks.ops import Ops
 from engine.models.checkpoints.checkpoint import Checkpoint
@@ -46,14 +48,14 @@ def load_model(
     """
     config = read_decoder_config(folder)
     linears = linears or DenseLinears(dtype, device)
-    checkpoint = Checkpoint(folder, progress, wanted=_of_text if config.multimodal else _all)
+    checkpoint = Checkpoint(folder, progress, wanted=partial(_is_of_decoder, config))
     weights = WeightLoader(config, checkpoint, linears, dtype=dtype, device=device).load(folder)
     return Decoder(config, weights, max_model_len or config.model.max_model_len, ops)
 
 
-def _of_text(name: str) -> bool:
-    return not is_of_other_modality(name)
-
-
-def _all(name: str) -> bool:
-    return True
+def _is_of_decoder(config: DecoderConfig, name: str) -> bool:
+    """Whether a weight isn't of another part of the model: a vision tower, or MTP layers."""
+    if config.multimodal and is_of_other_modality(name):
+        return False
+    first = config.model.num_layers
+    return not name.startswith(tuple(f"model.layers.{layer}." for layer in range(first, first + config.num_mtp_layers)))

@@ -22,14 +22,20 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -39,8 +45,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     Starcoder2Config,
@@ -66,6 +76,11 @@ CLASSES = {
     "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
 }
 SHAPE = {
     "vocab_size": 97,
@@ -81,6 +96,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 FAMILY_SETTINGS: dict[str, dict[str, object]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
@@ -113,6 +129,21 @@ FAMILY_SETTINGS: dict[str, dict[str, object]] = {
     "starcoder2": {},
     "glm": {"head_dim": 16, "rope_parameters": HALF_ROTARY},
     "glm4": {"head_dim": 24, "rope_parameters": HALF_ROTARY},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 56},
+    "qwen3_moe": {**EXPERTS, "head_dim": 24, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "head_dim": 24,
+        "rope_parameters": HALF_ROTARY,
+    },
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "rope_parameters": HALF_ROTARY},
 }
 
 
@@ -143,7 +174,10 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             weight.data = noise.mul(0.3)
         else:
             gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
-            weight.data = noise.mul(1.0 if "embed" in name else gain / math.sqrt(weight.shape[1]))
+            weight.data = noise.mul(1.0 if "embed" in name else gain / math.sqrt(weight.shape[-1]))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator).mul(0.2))
     model.tie_weights()
 
 
@@ -157,6 +191,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
         if key not in made:
             config_class, model_class = CLASSES[family]
             config = config_class(**{**SHAPE, **FAMILY_SETTINGS[family], **settings}, attn_implementation="eager")
+            config._experts_implementation = "eager"  # others aren't there in float64
             reference = model_class(config).eval()
             randomise(reference, seed)
             folder = tmp_path_factory.mktemp(family)

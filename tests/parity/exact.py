@@ -32,17 +32,21 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
 @contextmanager
 def float64_only() -> Iterator[None]:
     """transformers computes norms, angles and softmax in float32 whatever the model's dtype is; here they are float64 too."""
-    to, softmax = torch.Tensor.to, torch.nn.functional.softmax
+    to, cast, softmax = torch.Tensor.to, torch.Tensor.type, torch.nn.functional.softmax
 
     def to_wide(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         wide = [torch.float64 if value is torch.float32 else value for value in args]
         return to(tensor, *wide, **{name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()})
+
+    def type_wide(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return cast(tensor, torch.float64 if dtype is torch.float32 else dtype)
 
     def wide_softmax(tensor: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> torch.Tensor:
         return softmax(tensor, dim=dim, dtype=torch.float64 if dtype is torch.float32 else dtype)
 
     with (
         patch.object(torch.Tensor, "to", to_wide),
+        patch.object(torch.Tensor, "type", type_wide),
         patch.object(torch.Tensor, "float", lambda tensor: to(tensor, torch.float64)),
         patch.object(torch.nn.functional, "softmax", wide_softmax),
     ):

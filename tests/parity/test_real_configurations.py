@@ -28,6 +28,14 @@ MAX_MODEL_LEN = 64
 LENGTHS = (61, 20)
 NUM_LAYERS = {"gemma3_text": 7, "smollm3": 5, "olmo3": 5, "exaone4": 5, "cohere2": 5}
 """Past the first layer that is unlike the ones before; of the others two are enough."""
+FEWER_EXPERTS = {
+    "num_experts": 12,
+    "num_local_experts": 12,
+    "n_routed_experts": 12,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "first_k_dense_replace": 1,
+}
 VISION_TOWERS: Mapping[str, Settings] = {
     "gemma3": {"vision_config": VISION, "mm_tokens_per_image": 4},
     "mistral3": {"vision_config": {**VISION, "model_type": "pixtral"}},
@@ -60,7 +68,8 @@ def _cut_text(text: Mapping[str, Any]) -> Settings:
         cut["hidden_size"] = 64
     if isinstance(text.get("sliding_window"), int):
         cut["sliding_window"] = 9
-    for name in ("layer_types", "no_rope_layers"):
+    cut |= {name: size for name, size in FEWER_EXPERTS.items() if text.get(name)}
+    for name in ("layer_types", "no_rope_layers", "attn_type_list"):
         if isinstance(of_layers := text.get(name), list):
             cut[name] = of_layers[: cut["num_hidden_layers"]]
     if isinstance(padding := text.get("pad_token_id"), int):
@@ -70,7 +79,7 @@ def _cut_text(text: Mapping[str, Any]) -> Settings:
 
 def reference_model(folder: Path, architecture: str) -> PreTrainedModel:
     """transformers' own reading of a `config.json`, with random weights."""
-    config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
+    config = AutoConfig.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
     if architecture.endswith("ForConditionalGeneration"):
         reference = getattr(transformers, architecture)(config)
     else:

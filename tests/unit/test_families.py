@@ -8,8 +8,8 @@ import torch
 
 from engine.errors import ModelError
 from engine.models.base import ModelConfig
+from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.blocks.rope import DefaultRope, LinearRope
-from engine.models.configuration.decoder_config import DecoderConfig
 from engine.models.configuration.families import read_decoder_config
 from engine.models.loader import read_model_config
 
@@ -177,6 +177,17 @@ def test_the_hub_form_of_a_gemma_configuration(tmp_path: Path) -> None:
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("Gemma3ForCausalLM", {"sliding_window": None}, "no sliding_window is in use"),
+        ("Qwen3MoeForCausalLM", {}, "num_experts is missing"),
+        ("Qwen3MoeForCausalLM", {"num_experts": 4}, r"num_experts_per_tok \(8\) must be between 1 and the number of experts \(4\)"),
+        ("Qwen2MoeForCausalLM", {"num_experts": 8, "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers"),
+        (
+            "Glm4MoeForCausalLM",
+            {"n_routed_experts": 8, "n_group": 3},
+            r"n_group \(3\) must divide the 8 experts into groups of two or more",
+        ),
+        ("Glm4MoeForCausalLM", {"n_routed_experts": 8, "n_group": 2}, "topk_group: 1 of 2 groups hold too few experts"),
+        ("Glm4MoeForCausalLM", {"n_routed_experts": 8, "first_k_dense_replace": -1}, "first_k_dense_replace must be an integer that isn't"),
+        ("MiniMaxM2ForCausalLM", {"num_local_experts": 8, "scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("Gemma4ForConditionalGeneration", {}, "architecture Gemma4ForConditionalGeneration is not supported; supported are Llama"),
         (None, {}, "architecture unnamed is not supported"),
     ],

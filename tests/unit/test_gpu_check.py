@@ -167,7 +167,7 @@ def test_wrong_attention_ends_the_check_with_1(monkeypatch: pytest.MonkeyPatch, 
 
 def test_operations_of_a_prompt_are_two_per_weight_and_those_of_causal_attention() -> None:
     layers = random_model(TINY, CPU)._weights.layers
-    products = [product for layer in layers for product in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+    products = [product for layer in layers for product in (layer.mixer.qkv, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down)]
     weights = sum(product.weight.numel() for product in products if isinstance(product, DenseLinear))
     assert TINY.layer_parameters == weights
     attention = sum(2 * 2 * TINY.heads * TINY.head_dim * (position + 1) for position in range(5)) * TINY.layers

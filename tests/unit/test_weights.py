@@ -86,7 +86,7 @@ def assert_same_weights(weights: DecoderWeights, stored: dict[str, torch.Tensor]
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
         attention = [stored[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv"]
-        assert torch.equal(weight(layer.qkv), torch.cat(attention))
+        assert torch.equal(weight(layer.mixer.qkv), torch.cat(attention))
         assert torch.equal(
             weight(gated(layer.mlp).gate_up), torch.cat([stored[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up")])
         )

@@ -1,6 +1,6 @@
 """The safetensors files of a checkpoint: which tensors there are, and copying them into place bit by bit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +69,22 @@ class Checkpoint:
         Raises `ModelError` where it is missing, of another shape, or not stored as floating-point numbers.
         """
         stored = self._checked(name, tuple(target.shape))
+        self._read(stored, _chunks(stored), lambda start, end, source: target[start:end].copy_(source))
+
+    def copy_parts(self, name: str, targets: Sequence[torch.Tensor]) -> None:
+        """Copies a tensor's parts along its first dimension, one into each of the targets. Raises as `copy` does."""
+        stored = self._checked(name, (len(targets), *targets[0].shape))
+        each = [(number, number + 1) for number in range(len(targets))]
+        self._read(stored, each, lambda start, _, source: targets[start].copy_(source[0]))
+
+    def _read(self, stored: StoredTensor, ranges: Sequence[tuple[int, int]], put: Callable[[int, int, torch.Tensor], object]) -> None:
+        """Gives `put` the ranges along the first dimension, one after the other."""
         try:
             # Opened per tensor: the pages of the mapped file leave memory as soon as they are copied.
             with safe_open(stored.file, framework="pt") as file:
                 source = file.get_slice(stored.name)
-                for start, end in _chunks(stored):
-                    target[start:end].copy_(source[start:end])
+                for start, end in ranges:
+                    put(start, end, source[start:end])
                     self._advance((end - start) * stored.nbytes // stored.shape[0])
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{stored.file} can't be read: {error}") from None

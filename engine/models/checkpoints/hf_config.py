@@ -41,6 +41,10 @@ class JsonObject:
         given = {name: value for name, value in self.values.items() if value is not None or name in nullable or name not in defaults}
         return JsonObject(self.source, {**defaults, **given})
 
+    def with_values(self, **values: object) -> "JsonObject":
+        """The same object with these settings in the place of its own."""
+        return JsonObject(self.source, {**self.values, **values})
+
     def error(self, message: str) -> ModelError:
         return ModelError(f"{self.source}: {message}")
 
@@ -61,6 +65,15 @@ class JsonObject:
         if default is None:
             raise self.error(f"{name} is missing")
         return default
+
+    def count(self, name: str, default: int) -> int:
+        """An integer that isn't negative."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(f"{name} must be an integer that isn't negative, not {value!r}")
+        return value
 
     def optional_number(self, name: str) -> float | None:
         """A positive number or None."""

@@ -4,33 +4,19 @@ Defaults are those of transformers 5, which leaves a setting out of `config.json
 changes the result and isn't built is refused: a row that is silently wrong is worse than a model that doesn't load.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.checkpoints.checkpoint import has_weights, stored_dtype
 from engine.models.checkpoints.hf_config import DEFAULT_DTYPE, JsonObject, named_dtype, read_config
+from engine.models.configuration import defaults, dense, sparse
 from engine.models.configuration.architectures import find_family, text_settings
-from engine.models.configuration.decoder_config import DecoderConfig, MLPNames, NormNames, QKNorm
-from engine.models.configuration.defaults import (
-    COHERE2_DEFAULTS,
-    EXAONE4_DEFAULTS,
-    GEMMA2_DEFAULTS,
-    GEMMA3_DEFAULTS,
-    GLM_DEFAULTS,
-    LLAMA_DEFAULTS,
-    MISTRAL_DEFAULTS,
-    OLMO2_DEFAULTS,
-    PHI3_DEFAULTS,
-    QWEN2_DEFAULTS,
-    SMOLLM3_DEFAULTS,
-    STARCODER2_DEFAULTS,
-)
 from engine.models.configuration.end_tokens import eos_token_ids
-from engine.models.configuration.family import Family, Ropes, num_layers, read_decoder, read_windows
-from engine.models.configuration.rope_config import read_ropes_by_layer_type
+from engine.models.configuration.family import Family
 
 REFUSED_SETTINGS: dict[str, tuple[object, ...]] = {
     "quantization_config": (None, {}),
@@ -54,7 +40,12 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     dtype = named_dtype(text) or named_dtype(config) or _stored_dtype(folder)
     tokens = text if text.get("eos_token_id") is not None else config
     model = replace(decoder.model, architecture=architecture, eos_token_ids=eos_token_ids(folder, tokens), checkpoint_dtype=dtype)
-    return replace(decoder, model=model, multimodal=text is not config)
+    return replace(decoder, model=model, multimodal=text is not config, num_mtp_layers=_num_mtp_layers(text))
+
+
+def _num_mtp_layers(config: JsonObject) -> int:
+    """By any of the names that configurations give it."""
+    return config.count("num_nextn_predict_layers", config.count("num_mtp_layers", 0))
 
 
 def _refuse_unapplied(family: Family, *configs: JsonObject) -> None:
@@ -75,206 +66,28 @@ def _refusal(name: str, value: object) -> str:
     return f"{name} = {value!r} is not supported"
 
 
-def _llama(config: JsonObject) -> DecoderConfig:
-    if config.get("sliding_window") is not None:
-        raise config.error("sliding_window is not a setting of LlamaForCausalLM")
-    decoder = read_decoder(config, _no_windows(config))
-    return replace(_with_attention_bias(decoder, config), mlp_bias=config.flag("mlp_bias", False))
-
-
-def _no_windows(config: JsonObject) -> tuple[int | None, ...]:
-    return read_windows(config, [False] * num_layers(config), may_differ=False)
-
-
-def _with_attention_bias(decoder: DecoderConfig, config: JsonObject) -> DecoderConfig:
-    bias = config.flag("attention_bias", False)
-    return replace(decoder, qkv_bias=bias, output_bias=bias)
-
-
-def _mistral(config: JsonObject) -> DecoderConfig:
-    slides = config.get("sliding_window") is not None
-    return read_decoder(config, read_windows(config, [slides] * num_layers(config), may_differ=False))
-
-
-def _phi3(config: JsonObject) -> DecoderConfig:
-    """Its first configurations call the long rope "su" or "yarn"."""
-    for name in ("rope_scaling", "rope_parameters"):
-        entry = config.child(name)
-        if entry is not None and entry.text("rope_type", entry.text("type", "")) in ("su", "yarn"):
-            longrope = {**entry.values, "type": "longrope", "rope_type": "longrope"}
-            config = JsonObject(config.source, {**config.values, name: longrope})
-    return _mistral(config)
-
-
-def _granite(config: JsonObject) -> DecoderConfig:
-    return replace(
-        _llama(config),
-        embedding_scale=config.number("embedding_multiplier", 1.0),
-        attention_scale=config.number("attention_multiplier", 1.0),
-        residual_scale=config.number("residual_multiplier", 1.0),
-        logit_divisor=config.number("logits_scaling", 1.0),
-    )
-
-
-def _smollm3(config: JsonObject) -> DecoderConfig:
-    count, rotates = num_layers(config), config.get("no_rope_layers")
-    if rotates is None:
-        interval = config.integer("no_rope_layer_interval", 4)
-        rotates = [int((layer + 1) % interval != 0) for layer in range(count)]
-    if not isinstance(rotates, list) or len(rotates) != count or not all(rotated in (0, 1) for rotated in rotates):
-        raise config.error("no_rope_layers must be 0 or 1 for every layer")
-    if not config.flag("use_sliding_window", False):
-        config = JsonObject(config.source, {**config.values, "sliding_window": None, "layer_types": None})
-    slides = config.get("sliding_window") is not None
-    decoder = read_decoder(config, read_windows(config, [slides and not rotated for rotated in rotates]))
-    decoder = replace(decoder, rope_of_layer=tuple(0 if rotated else None for rotated in rotates))
-    return replace(_with_attention_bias(decoder, config), mlp_bias=config.flag("mlp_bias", False))
-
-
-def _qwen2(config: JsonObject) -> DecoderConfig:
-    return replace(read_decoder(config, _qwen_windows(config)), qkv_bias=True)
-
-
-def _qwen3(config: JsonObject) -> DecoderConfig:
-    return replace(_with_attention_bias(read_decoder(config, _qwen_windows(config)), config), qk_norm=QKNorm.HEAD)
-
-
-_AFTER_ONLY = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_AROUND = NormNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-
-def _olmo2(config: JsonObject) -> DecoderConfig:
-    decoder = _with_attention_bias(read_decoder(config, _no_windows(config)), config)
-    return replace(decoder, qk_norm=QKNorm.ALL_HEADS, norms=_AFTER_ONLY)
-
-
-def _olmo3(config: JsonObject) -> DecoderConfig:
-    windows = read_windows(config, [(layer + 1) % 4 != 0 for layer in range(num_layers(config))])
-    decoder = _with_attention_bias(read_decoder(config, windows, rope_reader=_olmo3_ropes), config)
-    return replace(decoder, qk_norm=QKNorm.ALL_HEADS, norms=_AFTER_ONLY)
-
-
-def _olmo3_ropes(config: JsonObject, rotary_dim: int, windows: Sequence[int | None]) -> Ropes:
-    """The windowed layers' theta is the default whatever the configuration's is, as in transformers."""
-    return _ropes_by_layer_type(config, rotary_dim, windows, global_theta=500_000.0, local_theta=500_000.0)
-
-
-def _exaone4(config: JsonObject) -> DecoderConfig:
-    """With windows, full layers don't rotate."""
-    pattern, window = config.get("sliding_window_pattern"), config.get("sliding_window")
-    if isinstance(pattern, str) and config.get("layer_types") is None:
-        raise config.error("sliding_window_pattern as a text is read only beside layer_types")
-    if window is None or not isinstance(pattern, int) or pattern < 1:
-        sliding = [False] * num_layers(config)
-    else:
-        sliding = [(layer + 1) % pattern != 0 for layer in range(num_layers(config))]
-    windows = read_windows(config, sliding)
-    decoder = read_decoder(config, windows)
-    rope_of_layer = tuple(0 if window is None or slides is not None else None for slides in windows)
-    return replace(decoder, rope_of_layer=rope_of_layer, qk_norm=QKNorm.HEAD, norms=_AFTER_ONLY)
-
-
-def _glm(config: JsonObject) -> DecoderConfig:
-    decoder = read_decoder(config, _no_windows(config), interleaved=True)
-    return replace(decoder, qkv_bias=config.flag("attention_bias", True))
-
-
-def _glm4(config: JsonObject) -> DecoderConfig:
-    norms = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-    return replace(_glm(config), norms=norms)
-
-
-def _cohere2(config: JsonObject) -> DecoderConfig:
-    """Layers without a window don't rotate. Where the configuration doesn't say otherwise, every fourth layer has none."""
-    pattern = config.integer("sliding_window_pattern", 4)
-    windows = read_windows(config, [(layer + 1) % pattern != 0 for layer in range(num_layers(config))])
-    decoder = _with_attention_bias(read_decoder(config, windows, norm_eps="layer_norm_eps", interleaved=True), config)
-    return replace(
-        decoder,
-        rope_of_layer=tuple(None if window is None else 0 for window in windows),
-        norms=NormNames("input_layernorm", None, None),
-        layer_norm=True,
-        parallel=True,
-        logit_divisor=1 / config.number("logit_scale", 0.0625),
-    )
-
-
-def _starcoder2(config: JsonObject) -> DecoderConfig:
-    bias, slides = config.flag("use_bias", True), config.get("sliding_window") is not None
-    windows = read_windows(config, [slides] * num_layers(config), may_differ=False)
-    return replace(
-        read_decoder(config, windows, norm_eps="norm_epsilon"),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
-        layer_norm=True,
-        norm_bias=True,
-        mlp=MLPNames("c_fc", "c_proj", None),
-    )
-
-
-def _gemma2(config: JsonObject) -> DecoderConfig:
-    windows = read_windows(config, [layer % 2 == 0 for layer in range(num_layers(config))])
-    decoder = _gemma(config, read_decoder(config, windows, activation="hidden_activation"))
-    return replace(decoder, attention_soft_cap=config.optional_number("attn_logit_softcapping"))
-
-
-def _gemma3(config: JsonObject) -> DecoderConfig:
-    pattern = config.integer("sliding_window_pattern", 6)
-    windows = read_windows(config, [(layer + 1) % pattern != 0 for layer in range(num_layers(config))])
-    decoder = read_decoder(config, windows, activation="hidden_activation", rope_reader=_gemma3_ropes)
-    return replace(_gemma(config, decoder), qk_norm=QKNorm.HEAD)
-
-
-def _gemma(config: JsonObject, decoder: DecoderConfig) -> DecoderConfig:
-    return replace(
-        _with_attention_bias(decoder, config),
-        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
-        norms=_AROUND,
-        norm_adds_one=True,
-        embedding_scale=decoder.model.hidden_size**0.5,
-        logit_soft_cap=config.optional_number("final_logit_softcapping"),
-    )
-
-
-def _gemma3_ropes(config: JsonObject, rotary_dim: int, windows: Sequence[int | None]) -> Ropes:
-    return _ropes_by_layer_type(config, rotary_dim, windows, global_theta=1_000_000.0, local_theta=10_000.0)
-
-
-def _ropes_by_layer_type(
-    config: JsonObject, rotary_dim: int, windows: Sequence[int | None], *, global_theta: float, local_theta: float
-) -> Ropes:
-    ropes = read_ropes_by_layer_type(config, rotary_dim, global_theta=global_theta, local_theta=local_theta)
-    return (ropes["full_attention"], ropes["sliding_attention"]), tuple(int(window is not None) for window in windows)
-
-
-def _qwen_windows(config: JsonObject) -> tuple[int | None, ...]:
-    first = config.get("max_window_layers")
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise config.error(f"max_window_layers must be a number of layers, not {first!r}")
-    if not config.flag("use_sliding_window", False):
-        config = JsonObject(config.source, {**config.values, "sliding_window": None})
-    slides = config.get("sliding_window") is not None
-    return read_windows(config, [slides and layer >= first for layer in range(num_layers(config))])
-
-
 _PARTIAL = frozenset({"partial_rotary_factor"})
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_llama, LLAMA_DEFAULTS),
-    "mistral": Family(_mistral, MISTRAL_DEFAULTS),
-    "qwen2": Family(_qwen2, QWEN2_DEFAULTS),
-    "qwen3": Family(_qwen3, {**QWEN2_DEFAULTS, "head_dim": 128}),
-    "gemma2": Family(_gemma2, GEMMA2_DEFAULTS, applies=frozenset({"attn_logit_softcapping"})),
-    "gemma3": Family(_gemma3, GEMMA3_DEFAULTS),
-    "phi3": Family(_phi3, PHI3_DEFAULTS, applies=_PARTIAL),
-    "smollm3": Family(_smollm3, SMOLLM3_DEFAULTS),
-    "granite": Family(_granite, LLAMA_DEFAULTS),
-    "olmo2": Family(_olmo2, OLMO2_DEFAULTS),
-    "olmo3": Family(_olmo3, {**OLMO2_DEFAULTS, "sliding_window": 4096}),
-    "exaone4": Family(_exaone4, EXAONE4_DEFAULTS),
-    "cohere2": Family(_cohere2, COHERE2_DEFAULTS),
-    "starcoder2": Family(_starcoder2, STARCODER2_DEFAULTS),
-    "glm": Family(_glm, GLM_DEFAULTS, applies=_PARTIAL),
-    "glm4": Family(_glm4, GLM_DEFAULTS, applies=_PARTIAL),
+    "llama": Family(dense.llama, defaults.LLAMA),
+    "mistral": Family(dense.mistral, defaults.MISTRAL),
+    "qwen2": Family(dense.qwen2, defaults.QWEN2),
+    "qwen3": Family(dense.qwen3, {**defaults.QWEN2, "head_dim": 128}),
+    "gemma2": Family(dense.gemma2, defaults.GEMMA2, applies=frozenset({"attn_logit_softcapping"})),
+    "gemma3": Family(dense.gemma3, defaults.GEMMA3),
+    "phi3": Family(dense.phi3, defaults.PHI3, applies=_PARTIAL),
+    "smollm3": Family(dense.smollm3, defaults.SMOLLM3),
+    "granite": Family(dense.granite, defaults.LLAMA),
+    "olmo2": Family(dense.olmo2, defaults.OLMO2),
+    "olmo3": Family(dense.olmo3, {**defaults.OLMO2, "sliding_window": 4096}),
+    "exaone4": Family(dense.exaone4, defaults.EXAONE4),
+    "cohere2": Family(dense.cohere2, defaults.COHERE2),
+    "starcoder2": Family(dense.starcoder2, defaults.STARCODER2),
+    "glm": Family(dense.glm, defaults.GLM, applies=_PARTIAL),
+    "glm4": Family(dense.glm4, defaults.GLM, applies=_PARTIAL),
+    "qwen2_moe": Family(sparse.qwen2_moe, defaults.QWEN2_MOE),
+    "qwen3_moe": Family(sparse.qwen3_moe, defaults.QWEN3_MOE),
+    "mixtral": Family(sparse.mixtral, defaults.MIXTRAL),
+    "glm4_moe": Family(sparse.glm4_moe, defaults.GLM4_MOE, applies=_PARTIAL),
+    "minimax_m2": Family(sparse.minimax_m2, defaults.MINIMAX_M2, applies=_PARTIAL),
 }

@@ -1,13 +1,13 @@
 """What the families of `families.py` share: how a Llama-like decoder is read from a configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.models.base import ModelConfig
 from engine.models.blocks.activations import ACTIVATIONS
+from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.blocks.rope import DynamicRope, Rope, RotaryLayout, YarnRope
 from engine.models.checkpoints.hf_config import DEFAULT_DTYPE, JsonObject
-from engine.models.configuration.decoder_config import DecoderConfig
 from engine.models.configuration.rope_config import partial_rotary_factor, read_rope
 
 
@@ -47,6 +47,12 @@ def read_windows(config: JsonObject, sliding: list[bool], *, may_differ: bool = 
     if window is None and any(sliding):
         raise config.error("some layers use sliding attention, but no sliding_window is in use")
     return tuple(window if slides else None for slides in sliding)
+
+
+def expect(config: JsonObject, name: str, *values: object) -> None:
+    """Refuses a setting that isn't absent or one of `values`: this family computes nothing else."""
+    if config.get(name) is not None and config.get(name) not in values:
+        raise config.error(f"{name} = {config.get(name)!r} is not supported")
 
 
 def num_layers(config: JsonObject) -> int:
@@ -119,3 +125,12 @@ def _model_config(config: JsonObject, ropes: Sequence[Rope]) -> ModelConfig:
         checkpoint_dtype=DEFAULT_DTYPE,
         extendable=any(isinstance(rope, DynamicRope) for rope in ropes),
     )
+
+
+def no_windows(config: JsonObject) -> tuple[int | None, ...]:
+    return read_windows(config, [False] * num_layers(config), may_differ=False)
+
+
+def with_attention_bias(decoder: DecoderConfig, config: JsonObject) -> DecoderConfig:
+    bias = config.flag("attention_bias", False)
+    return replace(decoder, qkv_bias=bias, output_bias=bias)

@@ -36,6 +36,47 @@ class QKNorm(Enum):
     """All heads of the queries together, and all of the keys."""
 
 
+class Scoring(Enum):
+    """How a router's logits become the weights of experts."""
+
+    SOFTMAX = auto()
+    """Of all experts, before some are chosen. Normalised, the weights are the softmax of the chosen ones' logits."""
+    SIGMOID = auto()
+    """Of each by itself."""
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An MLP that every row goes through beside its experts."""
+
+    name: str
+    intermediate_size: int
+    gated: bool = False
+    """Its output is multiplied by sigmoid(w x), with a weight of its own for each model (Qwen2-MoE)."""
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The MLPs of sparse layers."""
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    layers: frozenset[int]
+    """The sparse ones."""
+    scoring: Scoring = Scoring.SOFTMAX
+    normalise: bool = False
+    """The chosen experts' weights are divided by their sum."""
+    scale: float = 1.0
+    """Of the weights, in the end."""
+    num_groups: int = 1
+    """Experts are in groups, of which only the best `num_chosen_groups` are chosen from: by the sum of the two best scores in each."""
+    num_chosen_groups: int = 1
+    correction: str | None = None
+    """Weight name of what is added to scores when experts are chosen, but not to their weights (DeepSeek V3)."""
+    shared: SharedExpert | None = None
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """A Llama-like decoder."""
@@ -71,6 +112,7 @@ class DecoderConfig:
     parallel: bool = False
     """Attention and MLP both read the rows normed before attention, and both are added to the residual stream (Cohere)."""
     mlp: MLPNames = MLPNames()
+    experts: ExpertsConfig | None = None
     residual_scale: float = 1.0
     """Of what a sublayer adds to the residual stream (Granite)."""
     attention_soft_cap: float | None = None
@@ -79,5 +121,7 @@ class DecoderConfig:
     """logits = head(states) / divisor (Granite)."""
     logit_soft_cap: float | None = None
     """logits = cap * tanh(logits / cap)."""
+    num_mtp_layers: int = 0
+    """Layers that the checkpoint may hold behind the decoder's, to predict more tokens at a time (MTP); none is loaded."""
     multimodal: bool = False
     """The checkpoint holds a model of images or sound as well, of which nothing is loaded."""

@@ -1,0 +1,90 @@
+"""The first half of a decoder layer: what rows take from those before them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.cache.spec import LayerKV
+from engine.models.base import AttentionContext, AttentionOptions
+from engine.models.blocks.decoder_config import DecoderConfig, QKNorm
+from engine.models.blocks.linear import Linear
+from engine.models.blocks.norm import RMSNorm
+from engine.models.blocks.ops import Ops
+from engine.models.blocks.reader import HeadOrder, WeightReader, read_norm_weight
+from engine.models.blocks.rope import RotaryAngles
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Grouped-query attention of one layer, without the product of its output."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    options: AttentionOptions
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, width]: queries, keys, values
+    head_norm: RMSNorm | None  # of queries and keys, weight [heads + kv_heads, head_dim]
+    all_heads_norms: tuple[RMSNorm, RMSNorm] | None  # weights [heads * head_dim], [kv_heads * head_dim]
+    output: Linear  # [width, heads * head_dim]
+
+    @property
+    def kv(self) -> LayerKV:
+        """What the layer keeps in the KV cache."""
+        return LayerKV(self.num_kv_heads, self.head_dim, self.options.window)
+
+    def mix(self, layer: int, ops: Ops, normed: torch.Tensor, angles: RotaryAngles | None, context: AttentionContext) -> torch.Tensor:
+        """What the heads give, `[rows, heads * head_dim]`, of normed rows `[rows, width]`, which aren't written."""
+        rotated_heads = self.num_heads + self.num_kv_heads
+        qkv = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
+        queries_and_keys = qkv[:, :rotated_heads]
+        if self.all_heads_norms is not None:
+            queries_and_keys = self._normed_together(ops, queries_and_keys, self.all_heads_norms)
+        rotated = ops.rotate(queries_and_keys, angles, self.head_norm)  # [rows, heads + kv_heads, head_dim]
+        queries, keys, values = rotated[:, : self.num_heads], rotated[:, self.num_heads :], qkv[:, rotated_heads:]
+        return context.attend(layer, queries, keys, values, self.options).flatten(1)
+
+    def _normed_together(self, ops: Ops, states: torch.Tensor, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
+        """Queries normed over all of their heads, and keys over theirs: `[rows, heads + kv_heads, head_dim]`."""
+        parts = zip(norms, (states[:, : self.num_heads], states[:, self.num_heads :]), strict=True)
+        return torch.cat([ops.norm(norm, part.flatten(1).contiguous()).view(part.shape) for norm, part in parts], dim=1)
+
+
+def read_attention(reader: WeightReader, config: DecoderConfig, index: int, prefix: str) -> Attention:
+    """Of decoder layer `index`. The heads of queries and keys, and what norms them, are put in the order of their rotation."""
+    heads, kv_heads, size, width = config.num_heads, config.num_kv_heads, config.head_dim, config.model.hidden_size
+    modules = reader.stored([f"{prefix}.{part}_proj" for part in "qkv"], f"{prefix}.qkv_proj")
+    heights = [heads * size, kv_heads * size, kv_heads * size]
+    return Attention(
+        heads,
+        kv_heads,
+        size,
+        AttentionOptions(config.attention_scale, config.windows[index], config.attention_soft_cap),
+        qkv=reader.linear(modules, heights, width, bias=config.qkv_bias, order=_order(config, heads + kv_heads)),
+        head_norm=_head_norm(reader, config, prefix) if config.qk_norm is QKNorm.HEAD else None,
+        all_heads_norms=_all_heads_norms(reader, config, prefix) if config.qk_norm is QKNorm.ALL_HEADS else None,
+        output=reader.linear([f"{prefix}.o_proj"], [width], heads * size, bias=config.output_bias),
+    )
+
+
+def _order(config: DecoderConfig, num_heads: int) -> HeadOrder | None:
+    order = None if config.rotary is None else config.rotary.order(config.head_dim)
+    return None if order is None else HeadOrder(order, num_heads)
+
+
+def _head_norm(reader: WeightReader, config: DecoderConfig, prefix: str) -> RMSNorm:
+    """The query and key norms side by side, so that both are one operation."""
+    query, key = (_norm_weight(reader, config, f"{prefix}.{part}_norm", 1) for part in "qk")
+    return RMSNorm(torch.stack([query] * config.num_heads + [key] * config.num_kv_heads), config.norm_eps)
+
+
+def _all_heads_norms(reader: WeightReader, config: DecoderConfig, prefix: str) -> tuple[RMSNorm, RMSNorm]:
+    query = _norm_weight(reader, config, f"{prefix}.q_norm", config.num_heads)
+    key = _norm_weight(reader, config, f"{prefix}.k_norm", config.num_kv_heads)
+    return RMSNorm(query, config.norm_eps), RMSNorm(key, config.norm_eps)
+
+
+def _norm_weight(reader: WeightReader, config: DecoderConfig, module: str, num_heads: int) -> torch.Tensor:
+    weight, order = read_norm_weight(reader, config, module, num_heads * config.head_dim), _order(config, num_heads)
+    if order is not None:
+        order.apply(weight)
+    return weight

@@ -1,0 +1,106 @@
+"""Families with layers of experts: each builder maps a checkpoint's configuration to a `DecoderConfig`."""
+
+from dataclasses import replace
+
+from engine.models.blocks.decoder_config import DecoderConfig, ExpertsConfig, QKNorm, Scoring, SharedExpert
+from engine.models.checkpoints.hf_config import JsonObject
+from engine.models.configuration.family import expect, no_windows, num_layers, read_decoder, read_windows, with_attention_bias
+
+
+def qwen2_moe(config: JsonObject) -> DecoderConfig:
+    """Where windows are used, every second layer has one."""
+    slides = config.flag("use_sliding_window", False)
+    last = config.integer("max_window_layers")
+    if not slides:
+        config = config.with_values(sliding_window=None)
+    windows = read_windows(config, [slides and layer % 2 == 0 and layer < last for layer in range(num_layers(config))])
+    shared = SharedExpert("shared_expert", config.integer("shared_expert_intermediate_size"), gated=True)
+    experts = replace(_qwen_experts(config), shared=shared)
+    return replace(read_decoder(config, windows), qkv_bias=config.flag("qkv_bias", True), experts=experts)
+
+
+def qwen3_moe(config: JsonObject) -> DecoderConfig:
+    """Where windows are used, all layers have one."""
+    slides = config.flag("use_sliding_window", False)
+    if not slides:
+        config = config.with_values(sliding_window=None)
+    windows = read_windows(config, [slides] * num_layers(config), may_differ=False)
+    decoder = with_attention_bias(read_decoder(config, windows), config)
+    return replace(decoder, qk_norm=QKNorm.HEAD, experts=_qwen_experts(config))
+
+
+def mixtral(config: JsonObject) -> DecoderConfig:
+    slides = config.get("sliding_window") is not None
+    windows = read_windows(config, [slides] * num_layers(config), may_differ=False)
+    experts = _experts(config, "intermediate_size", frozenset(range(num_layers(config))), normalise=True)
+    return replace(read_decoder(config, windows), experts=experts)
+
+
+def glm4_moe(config: JsonObject) -> DecoderConfig:
+    decoder = read_decoder(config, no_windows(config))
+    qk_norm = QKNorm.HEAD if config.flag("use_qk_norm", False) else QKNorm.NONE
+    return replace(decoder, qkv_bias=config.flag("attention_bias", False), qk_norm=qk_norm, experts=deepseek_experts(config))
+
+
+def minimax_m2(config: JsonObject) -> DecoderConfig:
+    """Its configurations say how many dimensions of a head are rotated, not which share."""
+    head_dim = config.integer("head_dim")
+    if (rotary_dim := config.optional_integer("rotary_dim")) is not None:
+        config = config.with_defaults({"partial_rotary_factor": rotary_dim / head_dim})
+    for name, value in (("scoring_func", "sigmoid"), ("use_routing_bias", True), ("use_qk_norm", True), ("qk_norm_type", "per_layer")):
+        expect(config, name, value)
+    expect(config, "shared_intermediate_size", 0)
+    expect(config, "attn_type_list", [1] * num_layers(config))
+    layers = frozenset(range(num_layers(config)))
+    experts = _experts(config, "intermediate_size", layers, normalise=True, scoring=Scoring.SIGMOID)
+    experts = replace(experts, correction="e_score_correction_bias")
+    return replace(read_decoder(config, no_windows(config)), qk_norm=QKNorm.ALL_HEADS, experts=experts)
+
+
+def deepseek_experts(config: JsonObject) -> ExpertsConfig:
+    """As DeepSeek V3 has them, and those who took them over: the first layers are dense, and all rows share one more expert."""
+    layers = frozenset(range(config.count("first_k_dense_replace", 0), num_layers(config)))
+    inner, num_shared = config.integer("moe_intermediate_size"), config.count("n_shared_experts", 0)
+    normalise = config.flag("norm_topk_prob", True)
+    experts = replace(
+        _experts(config, "moe_intermediate_size", layers, normalise=normalise, scoring=Scoring.SIGMOID),
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group"),
+        num_chosen_groups=config.integer("topk_group"),
+        correction="gate.e_score_correction_bias",
+        shared=SharedExpert("shared_experts", inner * num_shared) if num_shared else None,
+    )
+    size, rest = divmod(experts.num_experts, experts.num_groups)
+    if rest or (experts.num_groups > 1 and size < 2):
+        raise config.error(f"n_group ({experts.num_groups}) must divide the {experts.num_experts} experts into groups of two or more")
+    if experts.num_chosen_groups > experts.num_groups or experts.num_chosen_groups * size < experts.num_per_token:
+        raise config.error(f"topk_group: {experts.num_chosen_groups} of {experts.num_groups} groups hold too few experts")
+    return experts
+
+
+def _qwen_experts(config: JsonObject) -> ExpertsConfig:
+    dense, step = config.get("mlp_only_layers") or [], config.integer("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise config.error("mlp_only_layers must be a list of layers")
+    if step < 1:
+        raise config.error(f"decoder_sparse_step ({step}) must be at least 1")
+    layers = frozenset(layer for layer in range(num_layers(config)) if layer not in dense and (layer + 1) % step == 0)
+    return _experts(config, "moe_intermediate_size", layers, normalise=config.flag("norm_topk_prob", False))
+
+
+def _experts(
+    config: JsonObject, size: str, layers: frozenset[int], *, normalise: bool, scoring: Scoring = Scoring.SOFTMAX
+) -> ExpertsConfig:
+    """`size` is the name of the setting."""
+    count, chosen = num_experts(config), config.integer("num_experts_per_tok")
+    if not 1 <= chosen <= count:
+        raise config.error(f"num_experts_per_tok ({chosen}) must be between 1 and the number of experts ({count})")
+    return ExpertsConfig(count, chosen, config.integer(size), layers, scoring, normalise)
+
+
+def num_experts(config: JsonObject) -> int:
+    """By any of the names that configurations give it."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if (count := config.optional_integer(name)) is not None:
+            return count
+    raise config.error("num_experts is missing")
