@@ -88,7 +88,14 @@ def assemble(
 ) -> EngineParts:
     """An engine around a model that is there already. Raises `ConfigError`."""
     described, device, dtype = model.config, model.device, model.dtype
-    needs = needs_of(model.kv_layers(), device, dtype, config.block_size)
+    needs = needs_of(
+        model.kv_layers(),
+        device,
+        dtype,
+        config.block_size,
+        soft_caps=model.config.soft_caps,
+        sinks=model.config.attention_sinks,
+    )
     attention = select_backend(config.attention, needs, candidates_with(kernels))
     block_size, page_size = attention.block_size, config.state_page_size
     num_pages = state_pages(config, page_size, described.hidden_size, dtype)

@@ -87,8 +87,9 @@ def attend_packed(
     Shapes, with `b` = sequences x kv_heads: query `[b, heads / kv_heads, head_dim]`, key and value `[b, length, head_dim]`,
     mask `[b, 1, length]`; returns the query's shape.
     """
-    if options.soft_cap is not None:
-        return _attend_soft_capped(query, key, value, mask, options)
+    if is_unfused(options):
+        sinks = None if options.sinks is None else options.sinks.view(-1, query.shape[1], 1)  # [kv_heads, heads / kv_heads, 1]
+        return _attend_unfused(query, key, value, mask, options, None if sinks is None else sinks.repeat(len(query) // len(sinks), 1, 1))
     if query.dtype != torch.float32:  # fused kernels keep the scores in float32
         return scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask[None], scale=options.scale)[0]
     scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=options.scale)  # [b, heads / kv_heads, length]
@@ -105,25 +106,44 @@ def attend_chunk(
     rows, heads, _ = query.shape
     kv_heads = key.shape[1]
     query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-    if options.soft_cap is None:
+    if not is_unfused(options):
         out = scaled_dot_product_attention(
             query[None], key[None], value[None], mask, is_causal=mask is None, scale=options.scale, enable_gqa=heads != kv_heads
         )
         return out[0].transpose(0, 1)
     assert mask is not None
     grouped = query.reshape(kv_heads, heads // kv_heads, rows, -1)
-    out = _attend_soft_capped(grouped, key[:, None], value[:, None], mask, options)
+    sinks = None if options.sinks is None else options.sinks.view(kv_heads, -1, 1, 1)
+    out = _attend_unfused(grouped, key[:, None], value[:, None], mask, options, sinks)
     return out.reshape(heads, rows, -1).transpose(0, 1)
 
 
-def _attend_soft_capped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: AttentionOptions
+def is_unfused(options: AttentionOptions) -> bool:
+    """Whether torch's fused attention can't do it."""
+    return options.soft_cap is not None or options.sinks is not None
+
+
+def _attend_unfused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(cap * tanh(query @ key.T * scale / cap) + mask) @ value, in float32 (Gemma 2, arXiv 2408.00118, section 2)."""
-    assert options.soft_cap is not None
-    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)).mul_(options.scale / options.soft_cap)
-    scores = scores.tanh_().mul_(options.soft_cap).add_(mask)
-    return torch.matmul(scores.softmax(-1), value.float()).to(query.dtype)
+    """softmax(cap * tanh(query @ key.T * scale / cap) + mask) @ value, in float32 (Gemma 2, arXiv 2408.00118, section 2).
+
+    `sinks`: one more score in each softmax, without a value (GPT-OSS, arXiv 2508.10925, section 2.2); one per row of scores.
+    """
+    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)).mul_(options.scale)
+    if options.soft_cap is not None:
+        scores.div_(options.soft_cap).tanh_().mul_(options.soft_cap)
+    scores.add_(mask)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1).softmax(-1)[..., :-1]
+    return torch.matmul(weights, value.float()).to(query.dtype)
 
 
 def _power_of_two(number: int) -> int:

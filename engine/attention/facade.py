@@ -113,6 +113,9 @@ class AttentionNeeds:
     head_dims: frozenset[int]
     block_size: int | None
     """What was asked for; None: the backend's own."""
+    soft_caps: bool = False
+    sinks: bool = False
+    """Whether some layer has them: see `AttentionOptions`."""
 
 
 @dataclass(frozen=True)

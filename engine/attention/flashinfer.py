@@ -142,6 +142,8 @@ class FlashInferBackend:
         unfit = sorted(needs.head_dims - {*_HEAD_DIMS})
         if unfit:
             return f"it takes heads {', '.join(map(str, _HEAD_DIMS))} wide, not {unfit[0]}"
+        if needs.sinks:
+            return "its attention sinks aren't built in here"
         return None if is_installed() else "flashinfer is not installed (extra [flashinfer])"
 
     @staticmethod

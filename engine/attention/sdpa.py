@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention.access import Access, AccessPlanner, Chunk, Decodes, PagedChunks, PagedDecodes
-from engine.attention.dense import CausalMasks, Scratch, attend_chunk, attend_packed
+from engine.attention.dense import CausalMasks, Scratch, attend_chunk, attend_packed, is_unfused
 from engine.attention.facade import GroupCache, GroupStep, StepRows
 from engine.attention.index import GroupIndex
 from engine.cache.spec import KVSpec
@@ -135,8 +135,8 @@ class _Group:
     ) -> None:
         kernels, seen = self._backend.kernels, (decodes.begins, decodes.ends)
         assert kernels is not None
-        size = self.cache.block_size
-        kernels.attend_decodes(query, decodes.rows, cache, decodes.tables, seen, size, options.scale, options.soft_cap, out)
+        size, how = self.cache.block_size, (options.scale, options.soft_cap, options.sinks)
+        kernels.attend_decodes(query, decodes.rows, cache, decodes.tables, seen, size, *how, out)
 
     def _attend_chunks_natively(
         self,
@@ -149,8 +149,8 @@ class _Group:
         kernels = self._backend.kernels
         assert kernels is not None
         which = chunks.rows, chunks.starts, chunks.counts
-        scale, window, soft_cap = options.scale, options.window, options.soft_cap
-        kernels.attend_chunks(query, cache, chunks.tables, which, self.cache.block_size, scale, window, soft_cap, out)
+        how = options.scale, options.window, options.soft_cap, options.sinks
+        kernels.attend_chunks(query, cache, chunks.tables, which, self.cache.block_size, *how, out)
 
     def _attend_decodes(
         self, decodes: Decodes, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
@@ -194,5 +194,5 @@ class _Group:
 
     @staticmethod
     def _plainly_causal(rows: int, length: int, options: AttentionOptions) -> bool:
-        """Whether `is_causal` says it all: the queries' own keys are all there is, and no window or cap needs more."""
-        return rows == length and options.soft_cap is None and (options.window is None or options.window >= rows)
+        """Whether `is_causal` says it all: the queries' own keys are all there is, and no window, cap or sink needs more."""
+        return rows == length and not is_unfused(options) and (options.window is None or options.window >= rows)

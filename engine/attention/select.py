@@ -50,10 +50,12 @@ class Selection:
     reason: str
 
 
-def needs_of(layers: Iterable[LayerKV], device: torch.device, dtype: torch.dtype, block_size: int | None) -> AttentionNeeds:
+def needs_of(
+    layers: Iterable[LayerKV], device: torch.device, dtype: torch.dtype, block_size: int | None, *, soft_caps: bool, sinks: bool
+) -> AttentionNeeds:
     """`block_size` is what the operator asked for, None where that is left to the backend."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return AttentionNeeds(device, capability, dtype, frozenset(layer.head_dim for layer in layers), block_size)
+    return AttentionNeeds(device, capability, dtype, frozenset(layer.head_dim for layer in layers), block_size, soft_caps, sinks)
 
 
 def select_backend(name: str, needs: AttentionNeeds, candidates: Sequence[Candidate] = CANDIDATES) -> Selection:

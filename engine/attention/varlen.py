@@ -19,7 +19,6 @@ import torch
 from engine.attention.facade import AttentionNeeds, FixedShape, GroupCache, GroupStep, IntArray, StepRows
 from engine.attention.index import GroupIndex, Int32Array
 from engine.attention.paged import KernelGroup, PagedContext, Step, device_refusal, unfilled
-from engine.attention.sdpa import SdpaBackend, SdpaContext
 from engine.attention.transfer import StepBuffer
 from engine.cache.spec import KVSpec
 from engine.errors import ConfigError
@@ -60,7 +59,6 @@ class VarlenBackend:
         assert found is not None
         self.kernel = found
         self.device = device
-        self.reference = SdpaBackend(device)
         self._buffer = StepBuffer(device)
 
     @staticmethod
@@ -72,6 +70,8 @@ class VarlenBackend:
         unfit = [size for size in sorted(needs.head_dims) if size % 8 or size > _MAX_HEAD_DIM]
         if unfit:
             return f"it takes heads that are a multiple of 8 and at most {_MAX_HEAD_DIM} wide, not {unfit[0]}"
+        if needs.soft_caps or needs.sinks:
+            return "it has neither soft caps nor attention sinks, and this model has some"
         if find_kernel() is None:
             return f"torch {torch.__version__} has no varlen_attn with block tables"
         return None if has_flash_attention() else "this torch was built without flash attention"
@@ -82,7 +82,7 @@ class VarlenBackend:
 
     @staticmethod
     def workspace_bytes(specs: Sequence[KVSpec], max_len: int, max_step_tokens: int) -> int:
-        """The kernel reads pages where they lie. The reference's buffers would come on top for soft caps, which no family has."""
+        """Nothing: the kernel reads pages where they lie."""
         return 0
 
     def plan(self, rows: StepRows, groups: Sequence[GroupStep]) -> "VarlenContext":
@@ -160,20 +160,8 @@ class VarlenContext(PagedContext):
     def __init__(
         self, backend: VarlenBackend, buffer: StepBuffer, rows: StepRows, groups: Sequence[GroupStep], fixed: FixedShape | None = None
     ) -> None:
-        self._backend = backend
-        self._planned = rows, groups
-        self._reference: SdpaContext | None = None
         kernel_groups = [_Group(backend.kernel, cache, fixed) for cache, _ in groups]
         super().__init__(buffer, rows, kernel_groups, [given for _, given in groups], fixed)
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionContext.attend`."""
-        if options.soft_cap is None:
-            return super().attend(layer, query, key, value, options)
-        assert self._fixed is None, "the reference backend, which does soft caps, can't be captured in a graph"
-        if self._reference is None:
-            self._reference = self._backend.reference.plan(*self._planned)
-        return self._reference.attend(layer, query, key, value, options)
 
     def _send(self, step: Step) -> None:
         arrays: list[IntArray | Int32Array] = [step.rows.first_rows.astype(np.int32)]

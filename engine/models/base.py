@@ -26,6 +26,10 @@ class ModelConfig:
     """The model may be run with more positions than `max_model_len`: its rotary scaling (dynamic NTK) is made for any length."""
     has_head: bool = True
     """False where the checkpoint has no LM head: it has hidden states, but no text and no log-probabilities."""
+    soft_caps: bool = False
+    """Some layer's attention has a soft cap."""
+    attention_sinks: bool = False
+    """Some layer's attention has sinks."""
     recordable: bool = True
     """Whether CUDA graphs can hold its steps. What waits for the device within a layer can't be recorded."""
 
@@ -49,6 +53,8 @@ class AttentionOptions:
     window: int | None = None
     soft_cap: float | None = None
     """logits = cap * tanh(logits / cap), as in Gemma 2."""
+    sinks: torch.Tensor | None = None
+    """`[heads]` float32: a logit per head that takes its share of the softmax and has no value, as in GPT-OSS."""
 
 
 @dataclass

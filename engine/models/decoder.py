@@ -20,7 +20,14 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int, ops: Ops | None = None) -> None:
         """`max_model_len` is the context limit that the model runs with; positions must be below it. `ops`: torch's where None."""
         recordable = all(layer.mlp.recordable for layer in weights.layers)
-        self.config = replace(config.model, has_head=weights.head is not None, recordable=recordable)
+        options = [layer.mixer.options for layer in weights.layers]
+        self.config = replace(
+            config.model,
+            has_head=weights.head is not None,
+            soft_caps=any(option.soft_cap is not None for option in options),
+            attention_sinks=any(option.sinks is not None for option in options),
+            recordable=recordable,
+        )
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._decoder = config

@@ -11,7 +11,7 @@
 #include <string.h>
 
 /* Raised whenever a signature or a meaning changes, so that an older library is never called. */
-#define STRATA_KERNELS_VERSION 1
+#define STRATA_KERNELS_VERSION 2
 
 /* Below so many elements a second thread costs more than it saves. */
 #define ELEMENTS_WORTH_A_THREAD 8192

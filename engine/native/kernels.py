@@ -8,7 +8,7 @@ import torch
 
 from engine.native.compiler import NoKernels, find_library
 
-VERSION = 1
+VERSION = 2
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 GATES = {"silu": "silu_gate", "swish": "silu_gate", "gelu_pytorch_tanh": "gelu_tanh_gate"}
 ONLY_FLOAT32 = {"attend_chunks"}
@@ -24,8 +24,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "silu_gate": [_P, _I, _I, _P, _T],
     "gelu_tanh_gate": [_P, _I, _I, _P, _T],
     "rotate": [_P, _I, _P, _P, _P, _P, _F, _I, _I, _I, _P, _T],
-    "attend_chunks": [_P, _I, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _F, _F, _I, _P, _T],
-    "attend_decodes": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _F, _P, _T],
+    "attend_chunks": [_P, _I, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _F, _F, _P, _I, _P, _T],
+    "attend_decodes": [_P, _I, _P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _F, _P, _P, _T],
 }
 
 
@@ -103,12 +103,14 @@ class Kernels:
         block_size: int,
         scale: float,
         soft_cap: float | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Attention of one position each of `n` sequences, written to the rows `rows` `[n]` of `out`.
 
         query and out `[batch rows, heads, head_dim]` (rows of `query` may lie apart); cache: keys and values `[slots, kv_heads, head_dim]`;
         tables `[n, blocks]`: the block of each `block_size` positions; seen: `[n]` each, first position and end. All indices are int64.
+        sinks: `[heads]` float32.
         """
         keys, values = cache
         heads, head_dim = query.shape[1:]
@@ -132,6 +134,7 @@ class Kernels:
             head_dim,
             scale,
             soft_cap or 0.0,
+            _sinks(sinks, heads),
             out.data_ptr(),
             self._threads,
         )
@@ -148,6 +151,7 @@ class Kernels:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Causal attention of several new positions each of `n` sequences, whose keys and values are in the cache already.
@@ -176,6 +180,7 @@ class Kernels:
             head_dim,
             scale,
             soft_cap or 0.0,
+            _sinks(sinks, heads),
             window or 0,
             out.data_ptr(),
             self._threads,
@@ -202,6 +207,15 @@ class Kernels:
             return None, None
         assert weight.is_contiguous()
         return (None, weight.data_ptr()) if weight.dtype == torch.float32 else (weight.data_ptr(), None)
+
+
+def _sinks(sinks: torch.Tensor | None, heads: int) -> int | None:
+    """The address of `[heads]` float32, whatever the kernels' dtype is."""
+    if sinks is None:
+        return None
+    assert (sinks.dtype, sinks.shape) == (torch.float32, (heads,))
+    assert sinks.is_contiguous()
+    return sinks.data_ptr()
 
 
 def load_kernels(dtype: torch.dtype, threads: int) -> Kernels:

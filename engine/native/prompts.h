@@ -96,9 +96,10 @@ static inline void hide(float *scores, int64_t first_key, int64_t count, const i
 /* A tile of query rows: `positions` positions of a chunk from batch row `row` and position `start` on, for one key head. */
 static void attend_tile(const float *query, int64_t query_stride, const float *keys, const float *values, int64_t slot_stride,
                               const int64_t *table, int64_t block_size, int64_t row, int64_t start, int64_t positions, int64_t group,
-                              int64_t dim, float scale, float soft_cap, int64_t window, float *out, int64_t out_stride) {
+                              int64_t dim, float scale, float soft_cap, const float *sinks, int64_t window, float *out,
+                              int64_t out_stride) {
     float queries[MAX_HEAD_DIM * QUERY_ROWS], mixed[MAX_HEAD_DIM * QUERY_ROWS], scores[KEY_TILE * QUERY_ROWS];
-    float largest[QUERY_ROWS], sum[QUERY_ROWS] = {0}, shrink[QUERY_ROWS];
+    float largest[QUERY_ROWS], sum[QUERY_ROWS], shrink[QUERY_ROWS];
     int64_t position_of[QUERY_ROWS], end = start + positions, first = window && start + 1 > window ? start + 1 - window : 0;
     memset(mixed, 0, (size_t)(dim * QUERY_ROWS) * sizeof *mixed);
     for (int64_t q = 0; q < QUERY_ROWS; q++) {
@@ -106,7 +107,8 @@ static void attend_tile(const float *query, int64_t query_stride, const float *k
         const float *from = query + (row + used / group) * query_stride + used % group * dim;
         for (int64_t i = 0; i < dim; i++) queries[i * QUERY_ROWS + q] = from[i] * scale;
         position_of[q] = start + used / group;
-        largest[q] = NOTHING_SEEN;
+        largest[q] = sinks ? sinks[used % group] : NOTHING_SEEN;
+        sum[q] = sinks ? 1.0f : 0.0f;
     }
     for (int64_t low = first; low < end; low += KEY_TILE) {
         int64_t count = end - low < KEY_TILE ? end - low : KEY_TILE, padded = (count + STEP - 1) / STEP * STEP;
@@ -137,10 +139,12 @@ static void attend_tile(const float *query, int64_t query_stride, const float *k
 /* Causal attention of several new positions per sequence over its pages, their own included.
  * query, out: [batch rows, heads, dim], query rows query_stride apart; keys, values: [slots, kv_heads, dim];
  * tables: [n, table_width] block numbers by position / block_size; rows, starts, counts: [n], a chunk's first batch row, its first position
- * and its positions. window 0: none; soft_cap 0: none. dim is at most 512, heads / kv_heads at most QUERY_ROWS. */
+ * and its positions. window 0: none; soft_cap 0: none; sinks: [heads], a score per head that
+ * takes its share of the weights and has no value, or null. dim is at most 512, heads / kv_heads at most QUERY_ROWS. */
 int attend_chunks_float32(const float *query, int64_t query_stride, const float *keys, const float *values, const int64_t *tables,
                         int64_t table_width, const int64_t *rows, const int64_t *starts, const int64_t *counts, int64_t n, int64_t block_size,
-                        int64_t heads, int64_t kv_heads, int64_t dim, float scale, float soft_cap, int64_t window, float *out, int threads) {
+                        int64_t heads, int64_t kv_heads, int64_t dim, float scale, float soft_cap, const float *sinks, int64_t window, float *out,
+                        int threads) {
     int64_t group = heads / kv_heads, at_once = QUERY_ROWS / group, tiles = 0;
     if (at_once < 1 || dim > MAX_HEAD_DIM) return 1;
     for (int64_t i = 0; i < n; i++) tiles += (counts[i] + at_once - 1) / at_once;
@@ -150,8 +154,8 @@ int attend_chunks_float32(const float *query, int64_t query_stride, const float 
         for (int64_t of_chunk; tile >= (of_chunk = (counts[i] + at_once - 1) / at_once); i++) tile -= of_chunk;
         int64_t low = tile * at_once, positions = counts[i] - low < at_once ? counts[i] - low : at_once;
         attend_tile(query + head * group * dim, query_stride, keys + head * dim, values + head * dim, kv_heads * dim,
-                          tables + i * table_width, block_size, rows[i] + low, starts[i] + low, positions, group, dim, scale, soft_cap, window,
-                          out + head * group * dim, heads * dim);
+                          tables + i * table_width, block_size, rows[i] + low, starts[i] + low, positions, group, dim, scale, soft_cap,
+                          sinks ? sinks + head * group : NULL, window, out + head * group * dim, heads * dim);
     }
     return 0;
 }

@@ -199,14 +199,17 @@ static void NAME(attend_any_part)(const struct part *part, const STATE *keys, co
 }
 
 /* Puts the parts of one key head of one sequence together (each relative to its own largest score) and writes `group` rows of `out`. */
-static void NAME(join_parts)(const float *states, int64_t parts, int64_t part_stride, int64_t group, int64_t dim, STATE *out) {
+static void NAME(join_parts)(const float *states, int64_t parts, int64_t part_stride, int64_t group, int64_t dim,
+                             const float *sinks, STATE *out) {
     for (int64_t g = 0; g < group; g++) {
         const float *first = states + g * state_size(dim);
-        float largest = first[0], sum = 0.0f, mixed[MAX_HEAD_DIM] = {0};
+        float largest = first[0], mixed[MAX_HEAD_DIM] = {0};
         for (int64_t p = 1; p < parts; p++) {
             float other = first[p * part_stride];
             largest = other > largest || isnan(other) ? other : largest;
         }
+        if (sinks) largest = sinks[g] > largest ? sinks[g] : largest;
+        float sum = sinks ? exponential(sinks[g] - largest) : 0.0f;
         for (int64_t p = 0; p < parts; p++) {
             const float *part = first + p * part_stride;
             float share = exponential(part[0] - largest);
@@ -221,12 +224,12 @@ static void NAME(join_parts)(const float *states, int64_t parts, int64_t part_st
 /* Attention of one new position per sequence over its pages.
  * query, out: [batch rows, heads, dim], query rows query_stride apart; rows: [n], the batch row of each sequence;
  * keys, values: [slots, kv_heads, dim]; tables: [n, table_width] block numbers by position / block_size;
- * begins, ends: [n], the positions seen are begin … end - 1, at least one. soft_cap 0: none. dim is at most MAX_HEAD_DIM.
+ * begins, ends: [n], the positions seen are begin … end - 1, at least one. soft_cap 0: none; sinks: as in attend_chunks. dim is at most MAX_HEAD_DIM.
  * Returns 0, or 1 when memory has run out. */
 int NAME(attend_decodes)(const STATE *query, int64_t query_stride, const int64_t *rows, const STATE *keys, const STATE *values,
                          const int64_t *tables, int64_t table_width, const int64_t *begins, const int64_t *ends, int64_t n,
-                         int64_t block_size, int64_t heads, int64_t kv_heads, int64_t dim, float scale, float soft_cap, STATE *out,
-                         int threads) {
+                         int64_t block_size, int64_t heads, int64_t kv_heads, int64_t dim, float scale, float soft_cap,
+                         const float *sinks, STATE *out, int threads) {
     int64_t group = heads / kv_heads, padded = vectors_of(dim) * LANES, part_stride = group * state_size(dim), parts = 0, positions = 0;
     for (int64_t i = 0; i < n; i++) {
         parts += parts_of(ends[i] - begins[i]);
@@ -273,7 +276,8 @@ int NAME(attend_decodes)(const STATE *query, int64_t query_stride, const int64_t
         for (int64_t item = 0; item < n * kv_heads; item++) {
             int64_t head = item % kv_heads, i = item / kv_heads, used = parts_of(ends[i] - begins[i]);
             const float *of_head = states + (firsts[i] * kv_heads + head * used) * part_stride;
-            NAME(join_parts)(of_head, used, part_stride, group, dim, out + (rows[i] * heads + head * group) * dim);
+            NAME(join_parts)(of_head, used, part_stride, group, dim, sinks ? sinks + head * group : NULL,
+                              out + (rows[i] * heads + head * group) * dim);
         }
     }
     free(states);

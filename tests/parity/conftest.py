@@ -26,6 +26,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -81,6 +83,7 @@ CLASSES = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 SHAPE = {
     "vocab_size": 97,
@@ -143,6 +146,7 @@ FAMILY_SETTINGS: dict[str, dict[str, object]] = {
         "head_dim": 24,
         "rope_parameters": HALF_ROTARY,
     },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 7, "swiglu_limit": 1.5},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "rope_parameters": HALF_ROTARY},
 }
 
@@ -170,7 +174,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name:
             weight.data = noise.mul(0.3).add(0.0 if "Gemma" in type(model).__name__ else 1.0)
-        elif weight.dim() == 1:
+        elif weight.dim() == 1 or name.endswith("_bias"):
             weight.data = noise.mul(0.3)
         else:
             gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0

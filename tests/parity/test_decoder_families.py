@@ -78,7 +78,10 @@ def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opt
     hidden = distance < 0
     if options.window is not None:
         hidden |= distance >= options.window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if options.sinks is not None:
+        scores = torch.cat([scores, options.sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(key)]
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -218,6 +221,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False, "use_qk_norm": False, "attention_bias": True},
     ),
     "minimax_m2": ("minimax_m2", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, no biases, layer types": (
+        "gpt_oss",
+        {"attention_bias": False, "layer_types": ["full_attention", "sliding_attention", "full_attention"], "swiglu_alpha": 1.1},
+    ),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 3.0}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "yarn": ("qwen2", {"rope_parameters": YARN}),

@@ -47,11 +47,17 @@ class Shape:
     block_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
     def options(self) -> AttentionOptions:
-        return AttentionOptions(0.3, self.window, self.soft_cap)
+        return AttentionOptions(0.3, self.window, self.soft_cap, self.sink_scores.float() if self.sinks else None)
+
+    @property
+    def sink_scores(self) -> torch.Tensor:
+        """`[heads]`: below, among and above the other scores."""
+        return torch.linspace(-4, 6, self.heads, dtype=torch.float64)
 
 
 def dense_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -66,7 +72,10 @@ def dense_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     seen = key_at <= query_at
     if shape.window is not None:
         seen &= key_at > query_at - shape.window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if shape.sinks:
+        scores = torch.cat([scores, shape.sink_scores[:, None, None].expand(-1, rows, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], value)
 
 
 @dataclass

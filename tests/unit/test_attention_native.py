@@ -30,22 +30,24 @@ def test_chunked_sequence_equals_dense_attention(block_size: int, window: int | 
         simulated.step((0, count))
 
 
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, False), (2.0, False), (None, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(9, 3, 16), (4, 4, 20), (5, 1, 64), (MAX_GROUP, 1, 8), (MAX_GROUP + 1, 1, 16), (2, 1, 256)]
 )
-def test_head_layouts_equal_dense_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, soft_cap: float | None) -> None:
-    simulated = simulation(Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, soft_cap=soft_cap))
+def test_head_layouts_equal_dense_attention(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, soft_cap: float | None, sinks: bool
+) -> None:
+    simulated = simulation(Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, soft_cap=soft_cap, sinks=sinks))
     simulated.step((0, 33), (1, 1))
     simulated.step((1, 1), (0, 1), (2, 5))
     simulated.step((0, 9), (2, 1), (1, 1))
 
 
 @pytest.mark.parametrize("window", [None, 100, 700])
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
-def test_long_chunks_equal_dense_attention(window: int | None, soft_cap: float | None) -> None:
-    simulated = simulation(Shape(window=window, soft_cap=soft_cap, heads=2, kv_heads=1))
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, False), (5.0, True)])
+def test_long_chunks_equal_dense_attention(window: int | None, soft_cap: float | None, sinks: bool) -> None:
+    simulated = simulation(Shape(window=window, soft_cap=soft_cap, sinks=sinks, heads=2, kv_heads=1))
     simulated.step((0, 257), (1, 128))
     simulated.step((0, 384), (1, 133))
     simulated.step((0, 1), (1, 500))

@@ -26,20 +26,22 @@ def test_chunked_sequence_equals_dense_attention(block_size: int, window: int | 
         simulation.step((0, count))
 
 
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, False), (2.0, False), (None, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (5, 1)])
-def test_head_layouts_and_dtypes_equal_dense_attention(heads: int, kv_heads: int, dtype: torch.dtype, soft_cap: float | None) -> None:
-    simulation = Simulation([Shape(heads=heads, kv_heads=kv_heads, dtype=dtype, soft_cap=soft_cap)])
+def test_head_layouts_and_dtypes_equal_dense_attention(
+    heads: int, kv_heads: int, dtype: torch.dtype, soft_cap: float | None, sinks: bool
+) -> None:
+    simulation = Simulation([Shape(heads=heads, kv_heads=kv_heads, dtype=dtype, soft_cap=soft_cap, sinks=sinks)])
     simulation.step((0, 33), (1, 1))
     simulation.step((1, 1), (0, 1), (2, 5))
     simulation.step((0, 9), (2, 1), (1, 1))
 
 
 @pytest.mark.parametrize("window", [None, 100, PIECE_ROWS, 700])
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
-def test_chunks_longer_than_a_piece_equal_dense_attention(window: int | None, soft_cap: float | None) -> None:
-    simulation = Simulation([Shape(window=window, soft_cap=soft_cap, heads=2, kv_heads=1)])
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, False), (5.0, True)])
+def test_chunks_longer_than_a_piece_equal_dense_attention(window: int | None, soft_cap: float | None, sinks: bool) -> None:
+    simulation = Simulation([Shape(window=window, soft_cap=soft_cap, sinks=sinks, heads=2, kv_heads=1)])
     simulation.step((0, 2 * PIECE_ROWS + 1), (1, PIECE_ROWS))
     simulation.step((0, 3 * PIECE_ROWS), (1, PIECE_ROWS + 5))
     simulation.step((0, 1), (1, 500))

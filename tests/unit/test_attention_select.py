@@ -54,6 +54,8 @@ def test_a_gpu_gets_torchs_kernel() -> None:
         (replace(ON_GPU, head_dims=frozenset({64, 80})), ("varlen", 256)),
         (replace(ON_GPU, head_dims=frozenset({512})), ("sdpa", 32)),
         (replace(ON_GPU, head_dims=frozenset({64, 100})), ("sdpa", 32)),
+        (replace(ON_GPU, soft_caps=True), ("flashinfer", 32)),
+        (replace(ON_GPU, sinks=True), ("sdpa", 32)),
         (replace(ON_GPU, capability=(7, 5)), ("sdpa", 32)),
         (replace(ON_GPU, dtype=torch.float32), ("sdpa", 32)),
         (replace(ON_GPU, dtype=torch.float16), ("varlen", 256)),
@@ -101,6 +103,8 @@ def test_a_backend_can_be_asked_for_by_name(name: str) -> None:
         ("flashinfer", replace(ON_GPU, dtype=torch.float32), "it computes in bfloat16 and float16, not in float32"),
         ("varlen", replace(ON_GPU, head_dims=frozenset({264})), "heads that are a multiple of 8 and at most 256 wide, not 264"),
         ("flashinfer", replace(ON_GPU, head_dims=frozenset({80})), "heads 64, 128, 256 wide, not 80"),
+        ("varlen", replace(ON_GPU, soft_caps=True), "it has neither soft caps nor attention sinks, and this model has some"),
+        ("flashinfer", replace(ON_GPU, sinks=True), "its attention sinks aren't built in here"),
         ("varlen", replace(ON_GPU, block_size=16), "block_size is 16, but the attention backend varlen needs a multiple of 256"),
         ("flash", ON_GPU, "attention is 'flash', but must be one of auto, flashinfer, sdpa, varlen"),
         ("auto", replace(ON_CPU, block_size=0), "block_size is 0, but must be at least 1"),
@@ -120,7 +124,7 @@ def test_a_torch_without_the_kernel_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_needs_come_from_the_layers() -> None:
     layers = [LayerKV(2, 64), LayerKV(2, 64, window=9), LayerKV(1, 128)]
-    needs = needs_of(layers, torch.device("cpu"), torch.float32, 22)
+    needs = needs_of(layers, torch.device("cpu"), torch.float32, 22, soft_caps=False, sinks=False)
     assert needs == AttentionNeeds(torch.device("cpu"), None, torch.float32, frozenset({64, 128}), 22)
 
 

@@ -79,13 +79,6 @@ def test_later_layers_may_run_for_the_leading_sequences_only(kernel: FakeVarlen,
     simulation(kernel, paged(layers=(0, 1)), paged(layers=(2, 3), window=6)).step((0, 20), (1, 1), (2, 290), (3, 1), keep=keep)
 
 
-def test_layers_with_a_soft_cap_go_through_the_reference_backend(kernel: FakeVarlen) -> None:
-    run = simulation(kernel, paged(layers=(0,), soft_cap=2.0), paged(layers=(1,)))
-    run.step((0, 300), (1, 1))
-    run.step((0, 1), (1, 3))
-    assert len(kernel.calls) == 2
-
-
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[int | None, int, list[list[tuple[int, int]]]]:
     """A window, how many sequences run all layers (the leading ones of any step), and steps of (sequence, count)."""

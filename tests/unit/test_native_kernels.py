@@ -115,21 +115,21 @@ def test_what_is_not_finite_does_not_become_finite(ops: NativeOps, dtype: torch.
 
 
 @st.composite
-def decodes(draw: st.DrawFn) -> tuple[list[int], int, int, int, int, int | None, float | None]:
+def decodes(draw: st.DrawFn) -> tuple[list[int], int, int, int, int, int | None, float | None, bool]:
     lengths = draw(st.lists(st.integers(1, 1300), min_size=1, max_size=5))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     head_dim = draw(st.sampled_from([2, 10, 16, 64, 80, 128, 256]))
     window = draw(st.none() | st.integers(1, 600))
     soft_cap = draw(st.none() | st.floats(1.0, 50.0))
-    return lengths, kv_heads, group, head_dim, draw(st.sampled_from([1, 7, 32])), window, soft_cap
+    return lengths, kv_heads, group, head_dim, draw(st.sampled_from([1, 7, 32])), window, soft_cap, draw(st.booleans())
 
 
 @settings(max_examples=40, deadline=None)
 @given(case=decodes(), seed=st.integers(0, 1000))
 def test_attention_reads_its_own_positions_and_nothing_else(
-    kernels: Kernels, dtype: torch.dtype, case: tuple[list[int], int, int, int, int, int | None, float | None], seed: int
+    kernels: Kernels, dtype: torch.dtype, case: tuple[list[int], int, int, int, int, int | None, float | None, bool], seed: int
 ) -> None:
-    lengths, kv_heads, group, head_dim, block_size, window, soft_cap = case
+    lengths, kv_heads, group, head_dim, block_size, window, soft_cap, with_sinks = case
     random = torch.Generator().manual_seed(seed)
     blocks_of = [-(-length // block_size) for length in lengths]
     order = (torch.randperm(sum(blocks_of), generator=random) + 1).tolist()
@@ -142,6 +142,7 @@ def test_attention_reads_its_own_positions_and_nothing_else(
     begins = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
     expected = torch.empty(len(lengths), kv_heads * group, head_dim, dtype=torch.float64)
     scale = head_dim**-0.5
+    sinks = torch.randn(kv_heads * group, generator=random) * 3 if with_sinks else None
     for i, length in enumerate(lengths):
         taken, order = order[: blocks_of[i]], order[blocks_of[i] :]
         tables[i, : len(taken)] = torch.tensor(taken)
@@ -152,9 +153,10 @@ def test_attention_reads_its_own_positions_and_nothing_else(
         keys, values = (tensor[slots].double().repeat_interleave(group, 1) for tensor in cache)  # [positions, heads, head_dim]
         scores = torch.einsum("hd,phd->hp", query[rows[i]].double(), keys) * scale
         scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
-        expected[i] = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
+        scores = scores if sinks is None else torch.cat([scores, sinks.double()[:, None]], -1)
+        expected[i] = torch.einsum("hp,phd->hd", scores.softmax(-1)[:, : len(positions)], values)
 
-    kernels.attend_decodes(query, rows, (cache[0], cache[1]), tables, (begins, ends), block_size, scale, soft_cap, out)
+    kernels.attend_decodes(query, rows, (cache[0], cache[1]), tables, (begins, ends), block_size, scale, soft_cap, sinks, out)
 
     # Values are of the order of 1, but their mean may be close to nothing.
     assert (out[rows].double() - expected).abs().max() < 8 * TOLERANCE[dtype]

@@ -53,12 +53,13 @@ def read_attention(reader: WeightReader, config: DecoderConfig, index: int, pref
     """Of decoder layer `index`. The heads of queries and keys, and what norms them, are put in the order of their rotation."""
     heads, kv_heads, size, width = config.num_heads, config.num_kv_heads, config.head_dim, config.model.hidden_size
     modules = reader.stored([f"{prefix}.{part}_proj" for part in "qkv"], f"{prefix}.qkv_proj")
+    sinks = reader.tensor((heads,), [f"{prefix}.sinks"], dtype=torch.float32) if config.attention_sinks else None
     heights = [heads * size, kv_heads * size, kv_heads * size]
     return Attention(
         heads,
         kv_heads,
         size,
-        AttentionOptions(config.attention_scale, config.windows[index], config.attention_soft_cap),
+        AttentionOptions(config.attention_scale, config.windows[index], config.attention_soft_cap, sinks),
         qkv=reader.linear(modules, heights, width, bias=config.qkv_bias, order=_order(config, heads + kv_heads)),
         head_norm=_head_norm(reader, config, prefix) if config.qk_norm is QKNorm.HEAD else None,
         all_heads_norms=_all_heads_norms(reader, config, prefix) if config.qk_norm is QKNorm.ALL_HEADS else None,

@@ -46,6 +46,15 @@ class Scoring(Enum):
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """(up + 1) * gate * sigmoid(alpha * gate) in the place of activation(gate) * up, of values within a limit (GPT-OSS)."""
+
+    alpha: float
+    limit: float
+    """Of the gate from above, of up on both sides."""
+
+
+@dataclass(frozen=True)
 class SharedExpert:
     """An MLP that every row goes through beside its experts."""
 
@@ -75,6 +84,13 @@ class ExpertsConfig:
     correction: str | None = None
     """Weight name of what is added to scores when experts are chosen, but not to their weights (DeepSeek V3)."""
     shared: SharedExpert | None = None
+    router: str = "gate"
+    """The weight name of the router."""
+    bias: bool = False
+    """Of the router and of the experts."""
+    clamp: ClampedGate | None = None
+    inputs_first: bool = False
+    """Experts are stored in one tensor each, `[experts, inputs, outputs]`, the outputs of gate and up taking turns (GPT-OSS)."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,8 @@ class DecoderConfig:
     """Of what a sublayer adds to the residual stream (Granite)."""
     attention_soft_cap: float | None = None
     """scores = cap * tanh(scores / cap) (Gemma 2)."""
+    attention_sinks: bool = False
+    """A logit per head takes its share of the softmax and has no value (GPT-OSS)."""
     logit_divisor: float = 1.0
     """logits = head(states) / divisor (Granite)."""
     logit_soft_cap: float | None = None

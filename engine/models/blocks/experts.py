@@ -53,14 +53,19 @@ class SeparateProducts:
 class GroupedProduct:
     """One kernel for all experts, which finds their rows on the device."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        """`weight`: `[experts, outputs, inputs]`."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """`weight`: `[experts, outputs, inputs]`; `bias`: `[experts, outputs]`."""
         self._weight = weight.transpose(1, 2)
+        self._bias = bias
         # In other dtypes torch loops over the experts on the host, which waits for the device.
         self.recordable = weight.device.type == "cuda" and weight.dtype == torch.bfloat16
 
     def __call__(self, states: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return grouped_mm(states, self._weight, offs=ends)
+        product = grouped_mm(states, self._weight, offs=ends)
+        if self._bias is None:
+            return product
+        experts = torch.searchsorted(ends, torch.arange(len(states), dtype=ends.dtype, device=ends.device), right=True)
+        return product.add_(self._bias.index_select(0, experts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +74,13 @@ class Router:
 
     config: ExpertsConfig
     weight: torch.Tensor  # [experts, width]; in float32 where scores are sigmoids, as DeepSeek's reference has them
+    bias: torch.Tensor | None  # [experts]
     correction: torch.Tensor | None  # [experts] float32
 
     def __call__(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts `[rows, chosen]`, ascending in each row, and their weights in the rows' dtype."""
         config = self.config
-        logits = linear(normed.to(self.weight.dtype), self.weight).float()
+        logits = linear(normed.to(self.weight.dtype), self.weight, self.bias).float()
         scores = logits.sigmoid() if config.scoring is Scoring.SIGMOID else softmax(logits, dim=-1)
         ranked = scores if self.correction is None else scores + self.correction
         if config.num_groups > 1:
@@ -130,15 +136,23 @@ class SparseMLP:
         experts = torch.arange(self.router.config.num_experts, device=normed.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         states = normed.index_select(0, order // chosen.shape[1])  # [rows * k, width]
-        states = self.down(ops.gate(self.activation, self.gate_up(states, ends)), ends)
+        states = self.down(self._gate(ops, self.gate_up(states, ends)), ends)
         of_rows = torch.empty_like(states).index_copy_(0, order, states).view(rows, -1, width)
         mixed = torch.bmm(weights[:, None, :], of_rows).squeeze(1)
         return mixed if self.shared is None else mixed.add_(self.shared(ops, normed))
 
+    def _gate(self, ops: Ops, gate_up: torch.Tensor) -> torch.Tensor:
+        clamp = self.router.config.clamp
+        if clamp is None:
+            return ops.gate(self.activation, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+        return up.add_(1).mul_(gate).mul_(gate.mul(clamp.alpha).sigmoid_())
+
 
 def read_sparse_mlp(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, layer: str) -> SparseMLP:
     """Of the decoder layer whose modules begin with `layer`, by any of the names that its experts are stored with."""
-    prefix = next((f"{layer}.{name}" for name in _PREFIXES if f"{layer}.{name}.gate.weight" in reader), f"{layer}.mlp")
+    prefix = next((f"{layer}.{name}" for name in _PREFIXES if f"{layer}.{name}.{experts.router}.weight" in reader), f"{layer}.mlp")
     gate_up, down = _read_experts(reader, experts, config.model.hidden_size, f"{prefix}.experts")
     router, shared = _read_router(reader, config, experts, prefix), _read_shared(reader, config, experts, prefix)
     return SparseMLP(config.activation, router, gate_up, down, shared)
@@ -146,11 +160,13 @@ def read_sparse_mlp(reader: WeightReader, config: DecoderConfig, experts: Expert
 
 def _read_router(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, prefix: str) -> Router:
     wide = torch.float32 if experts.scoring is Scoring.SIGMOID else None
-    weight = reader.tensor((experts.num_experts, config.model.hidden_size), [f"{prefix}.gate.weight"], dtype=wide)
+    router = f"{prefix}.{experts.router}"
+    weight = reader.tensor((experts.num_experts, config.model.hidden_size), [f"{router}.weight"], dtype=wide)
+    bias = reader.tensor((experts.num_experts,), [f"{router}.bias"], dtype=wide) if experts.bias else None
     correction = None
     if experts.correction is not None:
         correction = reader.tensor((experts.num_experts,), [f"{prefix}.{experts.correction}"], dtype=torch.float32)
-    return Router(experts, weight, correction)
+    return Router(experts, weight, bias, correction)
 
 
 def _read_shared(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, prefix: str) -> SharedMLP | None:
@@ -165,6 +181,11 @@ def _read_experts(reader: WeightReader, experts: ExpertsConfig, width: int, pref
     """One by one, as they are published, or all in one tensor, as transformers 5 holds them."""
     count, inner = experts.num_experts, experts.intermediate_size
     gate_up, down = _Group(reader, count, 2 * inner, width), _Group(reader, count, width, inner)
+    if experts.inputs_first:
+        gate_up.read_stacked(f"{prefix}.gate_up_proj", inputs_first=True, bias=experts.bias)
+        down.read_stacked(f"{prefix}.down_proj", inputs_first=True, bias=experts.bias)
+        gate_up.part_outputs()
+        return gate_up.product(), down.product()
     if f"{prefix}.gate_up_proj" in reader:
         gate_up.read_stacked(f"{prefix}.gate_up_proj")
         down.read_stacked(f"{prefix}.down_proj")
@@ -185,6 +206,7 @@ class _Group:
         self._outputs = outputs
         self._dense = DenseLinears(reader.dtype, reader.device)
         self._stacked: torch.Tensor | None = None
+        self._biases: torch.Tensor | None = None
         if reader.device.type == "cpu":
             self._weights = [self._dense.empty(outputs, inputs) for _ in range(count)]
         else:
@@ -195,10 +217,19 @@ class _Group:
         """Of one expert, stored tensors above each other."""
         self._reader.fill(self._weights[expert], names, heights)
 
-    def read_stacked(self, name: str) -> None:
-        self._reader.fill_each(self._weights, name)
+    def read_stacked(self, name: str, *, inputs_first: bool = False, bias: bool = False) -> None:
+        """Of all experts, from one stored tensor."""
+        self._reader.fill_each([weight.t() if inputs_first else weight for weight in self._weights], name)
+        if bias:
+            self._biases = self._reader.tensor((len(self._weights), self._outputs), [f"{name}_bias"])
+
+    def part_outputs(self) -> None:
+        """Outputs that were stored in turns, of gate and up, are put one after the other."""
+        for part in [*self._weights, *([] if self._biases is None else self._biases)]:
+            part.copy_(torch.cat([part[::2], part[1::2]]))
 
     def product(self) -> GroupedLinear:
         if self._stacked is not None:
-            return GroupedProduct(self._stacked)
-        return SeparateProducts([self._dense.of(weight) for weight in self._weights], self._outputs)
+            return GroupedProduct(self._stacked, self._biases)
+        biases = [None] * len(self._weights) if self._biases is None else list(self._biases)
+        return SeparateProducts([self._dense.of(*pair) for pair in zip(self._weights, biases, strict=True)], self._outputs)

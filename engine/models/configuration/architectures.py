@@ -27,6 +27,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "MixtralForCausalLM": "mixtral",
     "Glm4MoeForCausalLM": "glm4_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "GptOssForCausalLM": "gpt_oss",
     # Base models: the same decoder, saved without its head.
     "LlamaModel": "llama",
     "MistralModel": "mistral",
@@ -49,6 +50,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "MixtralModel": "mixtral",
     "Glm4MoeModel": "glm4_moe",
     "MiniMaxM2Model": "minimax_m2",
+    "GptOssModel": "gpt_oss",
     # The spelling of the first Llama conversions.
     "LLaMAForCausalLM": "llama",
     # Multimodal models, of which only the text part runs.
@@ -81,6 +83,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "mixtral": "mixtral",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "minimax_m2",
+    "gpt_oss": "gpt_oss",
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
     "mistral3": "mistral",

@@ -176,3 +176,26 @@ MINIMAX_M2: Mapping[str, object] = {
     "rope_theta": 5_000_000.0,
     "num_experts_per_tok": 8,
 }
+GPT_OSS: Mapping[str, object] = {
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "attention_bias": True,
+    "num_experts_per_tok": 4,
+}

@@ -89,5 +89,6 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(sparse.qwen3_moe, defaults.QWEN3_MOE),
     "mixtral": Family(sparse.mixtral, defaults.MIXTRAL),
     "glm4_moe": Family(sparse.glm4_moe, defaults.GLM4_MOE, applies=_PARTIAL),
+    "gpt_oss": Family(sparse.gpt_oss, defaults.GPT_OSS),
     "minimax_m2": Family(sparse.minimax_m2, defaults.MINIMAX_M2, applies=_PARTIAL),
 }

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.blocks.decoder_config import DecoderConfig, ExpertsConfig, QKNorm, Scoring, SharedExpert
+from engine.models.blocks.decoder_config import ClampedGate, DecoderConfig, ExpertsConfig, QKNorm, Scoring, SharedExpert
 from engine.models.checkpoints.hf_config import JsonObject
 from engine.models.configuration.family import expect, no_windows, num_layers, read_decoder, read_windows, with_attention_bias
 
@@ -55,6 +55,20 @@ def minimax_m2(config: JsonObject) -> DecoderConfig:
     experts = _experts(config, "intermediate_size", layers, normalise=True, scoring=Scoring.SIGMOID)
     experts = replace(experts, correction="e_score_correction_bias")
     return replace(read_decoder(config, no_windows(config)), qk_norm=QKNorm.ALL_HEADS, experts=experts)
+
+
+def gpt_oss(config: JsonObject) -> DecoderConfig:
+    windows = read_windows(config, [layer % 2 == 0 for layer in range(num_layers(config))])
+    decoder = with_attention_bias(read_decoder(config, windows), config)
+    clamp = ClampedGate(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0))
+    experts = replace(
+        _experts(config, "intermediate_size", frozenset(range(num_layers(config))), normalise=True),
+        router="router",
+        bias=True,
+        clamp=clamp,
+        inputs_first=True,
+    )
+    return replace(decoder, attention_sinks=True, experts=experts)
 
 
 def deepseek_experts(config: JsonObject) -> ExpertsConfig:
