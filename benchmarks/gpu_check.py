@@ -100,7 +100,7 @@ def _run(plan: _Plan, folder: Path) -> Report:
 
 
 def _parities(plan: _Plan) -> tuple[list[Parity], dict[str, str]]:
-    needs = needs_of([LayerKV(plan.shape.kv_heads, plan.shape.head_dim)], plan.device, plan.shape.dtype, None, soft_caps=False, sinks=False)
+    needs = needs_of([LayerKV(plan.shape.kv_heads, plan.shape.head_dim)], plan.device, plan.shape.dtype, None)
     parities, not_run = [], {}
     for candidate in CANDIDATES:
         why_not = candidate.refusal(needs)

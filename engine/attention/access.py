@@ -77,7 +77,7 @@ class AccessPlanner:
         self._index = index
         self._rows = index.rows
         self._cache = cache
-        self._kernels = kernels if cache.head_dim <= MAX_HEAD_DIM else None
+        self._kernels = kernels if cache.head_dim <= MAX_HEAD_DIM and not cache.values_in_keys else None
         self._max_slots = max(1, gather_bytes // (cache.kv_heads * cache.head_dim * cache.keys.dtype.itemsize))
         self._single, self._several = (np.flatnonzero(which) for which in (self._rows.counts == 1, self._rows.counts > 1))
 

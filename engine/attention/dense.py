@@ -1,5 +1,7 @@
 """Attention over dense tensors: the arithmetic of the reference backend, and the buffers it reuses."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -55,8 +57,8 @@ class Scratch:
 
     def gather(self, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`keys[index]` and `values[index]`, valid until the next call."""
-        shape = (index.shape[0], *keys.shape[1:])
-        pair = self._take(shape, keys.dtype, keys.device)
+        shapes = [(index.shape[0], *tensor.shape[1:]) for tensor in (keys, values)]
+        pair = self._take(shapes, keys.dtype, keys.device)
         torch.index_select(keys, 0, index, out=pair[0])
         torch.index_select(values, 0, index, out=pair[1])
         return pair
@@ -66,8 +68,8 @@ class Scratch:
         """What both buffers take for up to `numel` numbers each."""
         return 2 * _power_of_two(numel) * dtype.itemsize
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        numel = torch.Size(shape).numel()
+    def _take(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        numel = max(torch.Size(shape).numel() for shape in shapes)
         pair = self._buffers.get((dtype, device))
         if pair is None or pair[0].numel() < numel:
             pair = None
@@ -76,7 +78,8 @@ class Scratch:
             with torch.inference_mode(False):
                 pair = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
             self._buffers[(dtype, device)] = pair
-        return pair[0][:numel].view(shape), pair[1][:numel].view(shape)
+        first, second = (buffer[: torch.Size(shape).numel()].view(shape) for buffer, shape in zip(pair, shapes, strict=True))
+        return first, second
 
 
 def attend_packed(
@@ -99,7 +102,8 @@ def attend_packed(
 def attend_chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """Several positions of one sequence: query `[rows, heads, head_dim]`, key and value `[length, kv_heads, head_dim]`.
+    """Several positions of one sequence: query `[rows, heads, head_dim]`, key and value `[length, kv_heads, head_dim]`, or values that
+    are narrower.
 
     `mask` is `[rows, length]`; None: the keys are the query's own positions, and each sees those up to itself.
     """

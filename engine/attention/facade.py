@@ -73,7 +73,7 @@ class GroupCache:
     layers: tuple[int, ...]
     block_size: int
     keys: torch.Tensor  # [layers, blocks, block_size, kv_heads, head_dim]
-    values: torch.Tensor  # the same
+    values: torch.Tensor  # the same; or a view of the keys' first numbers, which then are the values (latent attention)
 
     def __post_init__(self) -> None:
         assert (self.keys.shape[0], self.keys.shape[2]) == (len(self.layers), self.block_size), "a group's tensors must match it"
@@ -85,6 +85,11 @@ class GroupCache:
     @property
     def head_dim(self) -> int:
         return self.keys.shape[4]
+
+    @property
+    def values_in_keys(self) -> bool:
+        """Whether the values are part of the keys, and written with them."""
+        return self.values.data_ptr() == self.keys.data_ptr()
 
     @cached_property
     def paged_layers(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
@@ -116,6 +121,8 @@ class AttentionNeeds:
     soft_caps: bool = False
     sinks: bool = False
     """Whether some layer has them: see `AttentionOptions`."""
+    values_in_keys: bool = False
+    """Whether some layer's values are part of its keys: see `LayerKV.value_dim`."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def device_refusal(needs: AttentionNeeds) -> str | None:
         return f"it needs compute capability 8.0, this device has {needs.capability[0]}.{needs.capability[1]}"
     if needs.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}"
-    return None
+    return "it reads no latents, which this model keeps instead of keys and values" if needs.values_in_keys else None
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ class SdpaBackend:
         return self.scratch.bytes_for(gathered, dtype) + sum(self.masks.bytes_for(length, dtype) for length in lengths)
 
     def _reads_pages(self, spec: KVSpec) -> bool:
-        return self.kernels is not None and self.kernels.attends_chunks and spec.kind.head_dim <= MAX_HEAD_DIM
+        if self.kernels is None or not self.kernels.attends_chunks:
+            return False
+        return spec.kind.head_dim <= MAX_HEAD_DIM and spec.kind.value_dim is None
 
     def _most_gathered(self, spec: KVSpec, max_len: int, max_step_tokens: int) -> int:
         """Numbers: a whole sequence's keys, of those that a chunk sees; or those of many sequences' single positions."""
@@ -87,7 +89,7 @@ class SdpaContext:
         """See `AttentionContext.attend`."""
         num_sequences = self._rows.num_leading(query.shape[0])
         if num_sequences == 0:
-            return torch.empty_like(query)
+            return query.new_empty(*query.shape[:-1], value.shape[-1])
         group, number = self._layers[layer]
         return group.attend(number, query, key, value, options, num_sequences)
 
@@ -107,8 +109,9 @@ class _Group:
         keys, values = self.cache.flat_layers[layer]  # [slots, kv_heads, head_dim]
         access = self._access_of(num_sequences, options.window, query.shape[1])
         keys.index_copy_(0, access.slots, key)
-        values.index_copy_(0, access.slots, value)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if not self.cache.values_in_keys:
+            values.index_copy_(0, access.slots, value)
+        out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
         if access.paged_decodes is not None:
             self._attend_decodes_natively(access.paged_decodes, query, (keys, values), options, out)
         for decodes in access.decodes:
@@ -155,12 +158,12 @@ class _Group:
     def _attend_decodes(
         self, decodes: Decodes, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        by_head = (-1, self.cache.head_dim)
-        packed = (-1, decodes.length, self.cache.head_dim)
-        key, value = self._backend.scratch.gather(keys.view(by_head), values.view(by_head), decodes.index)
+        by_head = keys.view(-1, keys.shape[-1]), values.view(-1, values.shape[-1])
+        gathered = self._backend.scratch.gather(*by_head, decodes.index)
+        key, value = (part.view(-1, decodes.length, part.shape[-1]) for part in gathered)
         rows = query.index_select(0, decodes.rows)
         grouped = rows.view(decodes.mask.shape[0], -1, self.cache.head_dim)  # [n * kv_heads, heads / kv_heads, head_dim]
-        return attend_packed(grouped, key.view(packed), value.view(packed), decodes.mask, options).reshape(rows.shape)
+        return attend_packed(grouped, key, value, decodes.mask, options).reshape(*rows.shape[:-1], -1)
 
     def _attend_chunk(
         self,

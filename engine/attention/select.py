@@ -51,11 +51,19 @@ class Selection:
 
 
 def needs_of(
-    layers: Iterable[LayerKV], device: torch.device, dtype: torch.dtype, block_size: int | None, *, soft_caps: bool, sinks: bool
+    layers: Iterable[LayerKV],
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int | None,
+    *,
+    soft_caps: bool = False,
+    sinks: bool = False,
 ) -> AttentionNeeds:
     """`block_size` is what the operator asked for, None where that is left to the backend."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return AttentionNeeds(device, capability, dtype, frozenset(layer.head_dim for layer in layers), block_size, soft_caps, sinks)
+    kinds = set(layers)
+    latent = any(kind.value_dim is not None for kind in kinds)
+    return AttentionNeeds(device, capability, dtype, frozenset(kind.head_dim for kind in kinds), block_size, soft_caps, sinks, latent)
 
 
 def select_backend(name: str, needs: AttentionNeeds, candidates: Sequence[Candidate] = CANDIDATES) -> Selection:

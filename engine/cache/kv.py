@@ -14,14 +14,15 @@ from engine.cache.spec import KVSpec
 
 
 class KVGroup:
-    """Keys and values of layers of one kind: `[layers, blocks, block_size, kv_heads, head_dim]` each."""
+    """Keys and values of layers of one kind: `[layers, blocks, block_size, kv_heads, head_dim]` each; values may be part of keys."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device, *, poison: bool = False) -> None:
         self.spec = spec
         shape = (len(spec.layers), num_blocks, spec.block_size, spec.kind.num_kv_heads, spec.kind.head_dim)
         # Left undefined: filling would touch all the memory at start, and nothing is read that wasn't written.
         self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
-        self.values = torch.empty(shape, dtype=spec.dtype, device=device)
+        shared = spec.kind.value_dim
+        self.values = torch.empty(shape, dtype=spec.dtype, device=device) if shared is None else self.keys[..., :shared]
         self.pool = BlockPool(num_blocks, self._fill_with_nan if poison else None)
         if poison:
             self.keys.fill_(torch.nan)

@@ -13,6 +13,8 @@ class LayerKV:
     head_dim: int
     window: int | None = None
     """Sliding window: a query at position p sees keys at p - window + 1 … p. None: all of them."""
+    value_dim: int | None = None
+    """The values are the first so many numbers of the keys (latent attention). None: values of their own, as wide as keys."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * len(self.layers) * self.kind.num_kv_heads * self.kind.head_dim * self.dtype.itemsize
+        tensors = 2 if self.kind.value_dim is None else 1
+        return tensors * len(self.layers) * self.kind.num_kv_heads * self.kind.head_dim * self.dtype.itemsize
 
     @property
     def bytes_per_block(self) -> int:

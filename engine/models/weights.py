@@ -9,6 +9,7 @@ from engine.errors import ModelError
 from engine.models.blocks.attention import Attention, read_attention
 from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.blocks.experts import read_sparse_mlp
+from engine.models.blocks.latent_attention import LatentAttention, read_latent_attention
 from engine.models.blocks.linear import Linear, Linears
 from engine.models.blocks.mlp import MLP, read_mlp
 from engine.models.blocks.norm import Norm
@@ -26,7 +27,7 @@ class LayerWeights:
     """One decoder layer."""
 
     before_attention: Norm | None
-    mixer: Attention
+    mixer: Attention | LatentAttention
     after_attention: Norm | None
     before_mlp: Norm | None
     mlp: MLP
@@ -79,12 +80,18 @@ class WeightLoader:
         names, prefix = self._config.norms, f"model.layers.{index}"
         return LayerWeights(
             before_attention=self._optional_norm(prefix, names.before_attention),
-            mixer=read_attention(self._reader, self._config, index, f"{prefix}.self_attn"),
+            mixer=self._mixer(index, f"{prefix}.self_attn"),
             after_attention=self._optional_norm(prefix, names.after_attention),
             before_mlp=self._optional_norm(prefix, names.before_mlp),
             mlp=self._mlp(index, prefix),
             after_mlp=self._optional_norm(prefix, names.after_mlp),
         )
+
+    def _mixer(self, index: int, prefix: str) -> Attention | LatentAttention:
+        latent = self._config.latent
+        if latent is not None:
+            return read_latent_attention(self._reader, self._config, latent, index, prefix)
+        return read_attention(self._reader, self._config, index, prefix)
 
     def _mlp(self, index: int, prefix: str) -> MLP:
         experts = self._config.experts

@@ -14,6 +14,10 @@ import torch
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
     Gemma2Config,
@@ -24,6 +28,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -83,6 +89,9 @@ CLASSES = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 SHAPE = {
@@ -100,6 +109,17 @@ SHAPE = {
 }
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
 FAMILY_SETTINGS: dict[str, dict[str, object]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
@@ -146,6 +166,9 @@ FAMILY_SETTINGS: dict[str, dict[str, object]] = {
         "head_dim": 24,
         "rope_parameters": HALF_ROTARY,
     },
+    "deepseek_v2": {**LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT,
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 7, "swiglu_limit": 1.5},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "rope_parameters": HALF_ROTARY},
 }

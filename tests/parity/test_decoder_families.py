@@ -221,6 +221,24 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False, "use_qk_norm": False, "attention_bias": True},
     ),
     "minimax_m2": ("minimax_m2", {}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2, greedy, plain queries, first layers dense, yarn": (
+        "deepseek_v2",
+        {
+            "topk_method": "greedy",
+            "q_lora_rank": None,
+            "first_k_dense_replace": 2,
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, not interleaved, plain queries, yarn": (
+        "deepseek_v3",
+        {"rope_interleave": False, "q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},
+    ),
+    "deepseek_v3, biases, weights as they are": ("deepseek_v3", {"attention_bias": True, "norm_topk_prob": False}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss, no biases, layer types": (
         "gpt_oss",

@@ -29,9 +29,9 @@ LENGTHS = (61, 20)
 NUM_LAYERS = {"gemma3_text": 7, "smollm3": 5, "olmo3": 5, "exaone4": 5, "cohere2": 5}
 """Past the first layer that is unlike the ones before; of the others two are enough."""
 FEWER_EXPERTS = {
-    "num_experts": 12,
-    "num_local_experts": 12,
-    "n_routed_experts": 12,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "n_routed_experts": 16,
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 56,
     "first_k_dense_replace": 1,

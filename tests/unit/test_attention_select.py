@@ -56,6 +56,7 @@ def test_a_gpu_gets_torchs_kernel() -> None:
         (replace(ON_GPU, head_dims=frozenset({64, 100})), ("sdpa", 32)),
         (replace(ON_GPU, soft_caps=True), ("flashinfer", 32)),
         (replace(ON_GPU, sinks=True), ("sdpa", 32)),
+        (replace(ON_GPU, values_in_keys=True), ("sdpa", 32)),
         (replace(ON_GPU, capability=(7, 5)), ("sdpa", 32)),
         (replace(ON_GPU, dtype=torch.float32), ("sdpa", 32)),
         (replace(ON_GPU, dtype=torch.float16), ("varlen", 256)),
@@ -124,7 +125,7 @@ def test_a_torch_without_the_kernel_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_needs_come_from_the_layers() -> None:
     layers = [LayerKV(2, 64), LayerKV(2, 64, window=9), LayerKV(1, 128)]
-    needs = needs_of(layers, torch.device("cpu"), torch.float32, 22, soft_caps=False, sinks=False)
+    needs = needs_of(layers, torch.device("cpu"), torch.float32, 22)
     assert needs == AttentionNeeds(torch.device("cpu"), None, torch.float32, frozenset({64, 128}), 22)
 
 

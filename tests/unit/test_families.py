@@ -123,6 +123,14 @@ def test_a_null_is_not_the_default_of_the_family(tmp_path: Path) -> None:
     assert decoder(tmp_path, "Qwen3ForCausalLM", head_dim=None).head_dim == 16
 
 
+def test_kimi_k2_is_read_as_what_it_is(tmp_path: Path) -> None:
+    settings = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    kimi, deepseek = (decoder(tmp_path, "DeepseekV3ForCausalLM", model_type=name, **settings) for name in ("kimi_k2", "deepseek_v3"))
+    assert kimi == deepseek
+    assert kimi.latent is not None
+    assert kimi.attention_scale == (kimi.latent.plain_dim + kimi.latent.rotary_dim) ** -0.5
+
+
 def test_the_hub_form_of_a_gemma_configuration(tmp_path: Path) -> None:
     gemma = decoder(
         tmp_path,
@@ -188,6 +196,9 @@ def test_the_hub_form_of_a_gemma_configuration(tmp_path: Path) -> None:
         ("Glm4MoeForCausalLM", {"n_routed_experts": 8, "n_group": 2}, "topk_group: 1 of 2 groups hold too few experts"),
         ("Glm4MoeForCausalLM", {"n_routed_experts": 8, "first_k_dense_replace": -1}, "first_k_dense_replace must be an integer that isn't"),
         ("MiniMaxM2ForCausalLM", {"num_local_experts": 8, "scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ("DeepseekV2ForCausalLM", {"num_experts_per_tok": 2, "topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
+        ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse for every layer"),
         ("Gemma4ForConditionalGeneration", {}, "architecture Gemma4ForConditionalGeneration is not supported; supported are Llama"),
         (None, {}, "architecture unnamed is not supported"),
     ],

@@ -46,6 +46,21 @@ class Scoring(Enum):
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek V2). A head has dimensions that aren't rotated, then `rotary_dim` that are."""
+
+    query_rank: int | None
+    """Of the latent that queries are made of; None: they are made of the rows themselves."""
+    rank: int
+    """Of the latent that keys and values are made of."""
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
+    """Of the latents' norms: transformers' default, whatever the configuration says of the other norms."""
+
+
+@dataclass(frozen=True)
 class ClampedGate:
     """(up + 1) * gate * sigmoid(alpha * gate) in the place of activation(gate) * up, of values within a limit (GPT-OSS)."""
 
@@ -79,8 +94,12 @@ class ExpertsConfig:
     scale: float = 1.0
     """Of the weights, in the end."""
     num_groups: int = 1
-    """Experts are in groups, of which only the best `num_chosen_groups` are chosen from: by the sum of the two best scores in each."""
+    """Experts are in groups, of which only the best `num_chosen_groups` are chosen from: by the sum of the best scores in each."""
     num_chosen_groups: int = 1
+    num_best: int = 2
+    """So many scores of a group are added up."""
+    wide_router: bool = False
+    """The router's product is in float32 whatever the model's dtype is, as DeepSeek's reference has it."""
     correction: str | None = None
     """Weight name of what is added to scores when experts are chosen, but not to their weights (DeepSeek V3)."""
     shared: SharedExpert | None = None
@@ -129,6 +148,8 @@ class DecoderConfig:
     """Attention and MLP both read the rows normed before attention, and both are added to the residual stream (Cohere)."""
     mlp: MLPNames = MLPNames()
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    """In the place of grouped-query attention."""
     residual_scale: float = 1.0
     """Of what a sublayer adds to the residual stream (Granite)."""
     attention_soft_cap: float | None = None

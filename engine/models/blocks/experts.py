@@ -73,7 +73,7 @@ class Router:
     """Chooses experts for rows, and their weights."""
 
     config: ExpertsConfig
-    weight: torch.Tensor  # [experts, width]; in float32 where scores are sigmoids, as DeepSeek's reference has them
+    weight: torch.Tensor  # [experts, width]
     bias: torch.Tensor | None  # [experts]
     correction: torch.Tensor | None  # [experts] float32
 
@@ -93,10 +93,10 @@ class Router:
         return chosen, weights.mul(config.scale).to(normed.dtype)
 
     def _within_best_groups(self, ranked: torch.Tensor) -> torch.Tensor:
-        """Experts of other groups rank last. A group counts as the sum of its two best."""
+        """Experts of other groups rank last."""
         config = self.config
         groups = ranked.view(len(ranked), config.num_groups, -1)
-        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(config.num_chosen_groups, dim=-1).indices
+        best = groups.topk(config.num_best, dim=-1).values.sum(dim=-1).topk(config.num_chosen_groups, dim=-1).indices
         outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, False)
         return groups.masked_fill(outside[..., None], float("-inf")).flatten(1)
 
@@ -159,7 +159,7 @@ def read_sparse_mlp(reader: WeightReader, config: DecoderConfig, experts: Expert
 
 
 def _read_router(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, prefix: str) -> Router:
-    wide = torch.float32 if experts.scoring is Scoring.SIGMOID else None
+    wide = torch.float32 if experts.wide_router else None
     router = f"{prefix}.{experts.router}"
     weight = reader.tensor((experts.num_experts, config.model.hidden_size), [f"{router}.weight"], dtype=wide)
     bias = reader.tensor((experts.num_experts,), [f"{router}.bias"], dtype=wide) if experts.bias else None

@@ -110,13 +110,14 @@ class YarnRope:
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     """The paper's 0.1 ln(factor) + 1, or the ratio of two such with DeepSeek's coefficients."""
-
-    def magnitude(coefficient: float) -> float:
-        return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, coefficient: float) -> float:
+    """0.1 c ln(factor) + 1; 1 where nothing is stretched."""
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ def _refusal(name: str, value: object) -> str:
 
 
 _PARTIAL = frozenset({"partial_rotary_factor"})
+_NULLABLE_RANK = frozenset({"q_lora_rank"})
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(dense.llama, defaults.LLAMA),
@@ -89,6 +90,9 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(sparse.qwen3_moe, defaults.QWEN3_MOE),
     "mixtral": Family(sparse.mixtral, defaults.MIXTRAL),
     "glm4_moe": Family(sparse.glm4_moe, defaults.GLM4_MOE, applies=_PARTIAL),
+    "deepseek_v2": Family(sparse.deepseek_v2, defaults.DEEPSEEK_V2, _NULLABLE_RANK),
+    "deepseek_v3": Family(sparse.deepseek_v3, defaults.DEEPSEEK_V3, _NULLABLE_RANK),
+    "glm4_moe_lite": Family(sparse.glm4_moe_lite, defaults.GLM4_MOE_LITE, _NULLABLE_RANK),
     "gpt_oss": Family(sparse.gpt_oss, defaults.GPT_OSS),
     "minimax_m2": Family(sparse.minimax_m2, defaults.MINIMAX_M2, applies=_PARTIAL),
 }

@@ -13,6 +13,7 @@ from engine.models.blocks.rope import (
     YarnRope,
     longrope_attention_factor,
     yarn_attention_factor,
+    yarn_magnitude,
 )
 from engine.models.checkpoints.hf_config import JsonObject
 
@@ -52,6 +53,16 @@ def partial_rotary_factor(config: JsonObject) -> float:
     if factor > 1:
         raise config.error(f"partial_rotary_factor ({factor}) must be at most 1")
     return factor
+
+
+def yarn_score_scale(config: JsonObject) -> float:
+    """What latent attention multiplies its scores by, besides the square root of a head's width: (0.1 m ln(factor) + 1)^2, where the
+    settings name m as `mscale_all_dim` (DeepSeek)."""
+    entry = config.child("rope_scaling") or config.child("rope_parameters")
+    if entry is None or entry.text("rope_type", entry.text("type", "default")) == "default":
+        return 1.0
+    coefficient = entry.optional_number("mscale_all_dim")
+    return 1.0 if coefficient is None else yarn_magnitude(entry.number("factor"), coefficient) ** 2
 
 
 def read_rope(config: JsonObject, head_dim: int, *, default_theta: float = 10_000.0) -> Rope:

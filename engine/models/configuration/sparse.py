@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from engine.models.blocks.decoder_config import ClampedGate, DecoderConfig, ExpertsConfig, QKNorm, Scoring, SharedExpert
+from engine.models.blocks.decoder_config import ClampedGate, DecoderConfig, ExpertsConfig, LatentConfig, QKNorm, Scoring, SharedExpert
 from engine.models.checkpoints.hf_config import JsonObject
 from engine.models.configuration.family import expect, no_windows, num_layers, read_decoder, read_windows, with_attention_bias
+from engine.models.configuration.rope_config import yarn_score_scale
 
 
 def qwen2_moe(config: JsonObject) -> DecoderConfig:
@@ -71,16 +72,55 @@ def gpt_oss(config: JsonObject) -> DecoderConfig:
     return replace(decoder, attention_sinks=True, experts=experts)
 
 
-def deepseek_experts(config: JsonObject) -> ExpertsConfig:
+def deepseek_v2(config: JsonObject) -> DecoderConfig:
+    for name, value in (("scoring_func", "softmax"), ("norm_topk_prob", False), ("moe_layer_freq", 1)):
+        expect(config, name, value)
+    expect(config, "topk_method", "greedy", "group_limited_greedy")
+    experts = replace(deepseek_experts(config, Scoring.SOFTMAX), num_best=1, correction=None, normalise=False)
+    if config.text("topk_method", "greedy") == "greedy":
+        experts = replace(experts, num_groups=1, num_chosen_groups=1)
+    return replace(_latent(config, interleaved=True), experts=experts, mlp_bias=config.flag("mlp_bias", False))
+
+
+def deepseek_v3(config: JsonObject) -> DecoderConfig:
+    for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        expect(config, name, value)
+    return replace(_latent(config, interleaved=config.flag("rope_interleave", True)), experts=deepseek_experts(config))
+
+
+def glm4_moe_lite(config: JsonObject) -> DecoderConfig:
+    """`mlp_layer_types` says which layers are sparse; where it doesn't, all but the first are."""
+    expect(config, "first_k_dense_replace", 1)
+    experts, kinds = deepseek_experts(config), config.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers(config) or not set(kinds) <= {"dense", "sparse"}:
+            raise config.error("mlp_layer_types must name dense or sparse for every layer")
+        experts = replace(experts, layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
+    return replace(_latent(config, interleaved=config.flag("rope_interleave", True)), experts=experts)
+
+
+def _latent(config: JsonObject, *, interleaved: bool) -> DecoderConfig:
+    """A decoder with latent attention. YaRN's scale of long contexts is applied to scores, not to the rotated dimensions alone."""
+    rank, rotary = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
+    latent = LatentConfig(
+        config.optional_integer("q_lora_rank"), rank, config.integer("qk_nope_head_dim"), rotary, config.integer("v_head_dim")
+    )
+    config = config.with_values(head_dim=rotary, num_key_value_heads=None)
+    decoder = read_decoder(config, no_windows(config), interleaved=interleaved)
+    scale = (latent.plain_dim + rotary) ** -0.5 * yarn_score_scale(config)
+    return replace(decoder, latent=latent, attention_scale=scale, output_bias=config.flag("attention_bias", False))
+
+
+def deepseek_experts(config: JsonObject, scoring: Scoring = Scoring.SIGMOID) -> ExpertsConfig:
     """As DeepSeek V3 has them, and those who took them over: the first layers are dense, and all rows share one more expert."""
     layers = frozenset(range(config.count("first_k_dense_replace", 0), num_layers(config)))
     inner, num_shared = config.integer("moe_intermediate_size"), config.count("n_shared_experts", 0)
-    normalise = config.flag("norm_topk_prob", True)
     experts = replace(
-        _experts(config, "moe_intermediate_size", layers, normalise=normalise, scoring=Scoring.SIGMOID),
+        _experts(config, "moe_intermediate_size", layers, normalise=config.flag("norm_topk_prob", True), scoring=scoring),
         scale=config.number("routed_scaling_factor", 1.0),
-        num_groups=config.integer("n_group"),
-        num_chosen_groups=config.integer("topk_group"),
+        num_groups=config.integer("n_group", 1),
+        num_chosen_groups=config.integer("topk_group", 1),
+        wide_router=True,
         correction="gate.e_score_correction_bias",
         shared=SharedExpert("shared_experts", inner * num_shared) if num_shared else None,
     )
