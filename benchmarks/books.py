@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from engine.cache.chain import HashChain
-from engine.cache.kv import BlockTables, KVCache, KVGroup
+from engine.cache.groups import KVGroup
+from engine.cache.kv import BlockTables, KVCache
 from engine.cache.pool import IntArray
 from engine.cache.spec import KVSpec, LayerKV
 from engine.cache.states import StateStore

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 
 from engine.api import EngineInfo
+from engine.attention.facade import GroupCache, cache_of
 from engine.attention.select import candidates_with, needs_of, select_backend
-from engine.cache.kv import KVCache, KVGroup
+from engine.cache.groups import KVGroup, make_group
+from engine.cache.kv import KVCache
 from engine.cache.sizing import kv_blocks, state_pages
-from engine.cache.spec import group_layers
+from engine.cache.spec import LayerKV, group_layers
 from engine.cache.states import StateStore
 from engine.capture.sink import DirectSink, RowSink, StagedSink
 from engine.config import EngineConfig, Switch
@@ -19,7 +21,8 @@ from engine.device.allocator import keep_freed_memory
 from engine.device.host import usable_cpus
 from engine.device.resolve import dtype_name, resolve_device, resolve_dtype, use_device
 from engine.errors import ConfigError
-from engine.execution.recording import GraphRecording, caches_of, recorder_for
+from engine.execution.recording import GraphRecording, recorder_for
+from engine.execution.recurrent import RecurrentCache
 from engine.execution.runner import ModelRunner
 from engine.models.base import Model, ModelConfig
 from engine.models.blocks.linear import choose_linears
@@ -89,7 +92,7 @@ def assemble(
     """An engine around a model that is there already. Raises `ConfigError`."""
     described, device, dtype = model.config, model.device, model.dtype
     needs = needs_of(
-        model.kv_layers(),
+        [kind for kind in model.cache_layers() if isinstance(kind, LayerKV)],
         device,
         dtype,
         config.block_size,
@@ -103,8 +106,9 @@ def assemble(
     batch_tokens = config.max_batch_tokens or (_BATCH_TOKENS_ON_GPU if device.type == "cuda" else _BATCH_TOKENS_ON_CPU)
     sink = _sink(states, batch_tokens, device)
     # After all else that takes memory of the device: this takes a share of what is left.
-    specs = group_layers(model.kv_layers(), block_size, dtype)
-    workspace_bytes = attention.backend.workspace_bytes(specs, max_model_len, batch_tokens)
+    specs = group_layers(model.cache_layers(), block_size, dtype, config.snapshot_distance)
+    attending = [spec for spec in specs if not spec.is_recurrent]
+    workspace_bytes = attention.backend.workspace_bytes(attending, max_model_len, batch_tokens)
     recording = GraphRecording(
         config.cuda_graphs,
         model,
@@ -115,11 +119,11 @@ def assemble(
     )
     others = workspace_bytes + (recording.bytes_needed(specs) if config.sizes_kv_cache else 0)
     counts = kv_blocks(specs, config, max_model_len, device, max_batch_tokens=batch_tokens, workspace_bytes=others)
-    kv = KVCache([KVGroup(spec, count, device, poison=config.poison) for spec, count in zip(specs, counts, strict=True)])
+    kv = KVCache([make_group(spec, count, device, poison=config.poison) for spec, count in zip(specs, counts, strict=True)])
     if config.prefault_caches and device.type == "cpu" and not config.poison:
         _touch(states, kv)
-    caches = caches_of(kv.groups)
-    graphs = recording.record(caches)
+    caches = [cache_of(group) if isinstance(group, KVGroup) else RecurrentCache(group.spec.layers, group.tensors) for group in kv.groups]
+    graphs = recording.record([cache for cache in caches if isinstance(cache, GroupCache)])
     prefixes = PrefixFinder(kv, page_size, enabled=config.prefix_cache)
     limits = RequestLimits(
         described.num_layers,

@@ -28,6 +28,10 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     kv_cache_memory: int | None = None
     """Bytes; at most one of the two is given."""
+    snapshot_distance: int = 1024
+    """Tokens between snapshots of recurrent layers' states, at which cached prefixes of such models end."""
+    recurrent_state_memory: int | None = None
+    """Bytes for the states of recurrent layers, snapshots included; None: a part of the KV cache's memory."""
     state_cache_memory: int | None = None
     """Bytes of host memory for hidden-state pages."""
     prefault_caches: bool = False

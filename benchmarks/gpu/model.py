@@ -71,6 +71,7 @@ def random_model(shape: ModelShape, device: torch.device) -> Decoder:
                 head_norm=None,
                 all_heads_norms=None,
                 output=DenseLinear(matrix(shape.width, queries)),
+                gated=False,
             ),
             after_attention=None,
             before_mlp=norm(),

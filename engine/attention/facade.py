@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.cache.groups import KVGroup
 from engine.cache.spec import KVSpec
 from engine.models.base import AttentionContext
 
@@ -101,6 +102,11 @@ class GroupCache:
         """Per layer keys and values, `[slots, kv_heads, head_dim]` each."""
         keys, values = (tensor.flatten(1, 2).unbind(0) for tensor in (self.keys, self.values))
         return list(zip(keys, values, strict=True))
+
+
+def cache_of(group: KVGroup) -> GroupCache:
+    """A group's tensors as attention takes them."""
+    return GroupCache(group.spec.layers, group.spec.block_size, group.keys, group.values)
 
 
 GroupStep = tuple[GroupCache, GroupInput]

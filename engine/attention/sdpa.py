@@ -65,11 +65,11 @@ class SdpaBackend:
     def _reads_pages(self, spec: KVSpec) -> bool:
         if self.kernels is None or not self.kernels.attends_chunks:
             return False
-        return spec.kind.head_dim <= MAX_HEAD_DIM and spec.kind.value_dim is None
+        return spec.kv.head_dim <= MAX_HEAD_DIM and spec.kv.value_dim is None
 
     def _most_gathered(self, spec: KVSpec, max_len: int, max_step_tokens: int) -> int:
         """Numbers: a whole sequence's keys, of those that a chunk sees; or those of many sequences' single positions."""
-        kind = spec.kind
+        kind = spec.kv
         seen = max_len if kind.window is None else min(max_len, kind.window - 1 + max_step_tokens)
         return max(seen * kind.num_kv_heads * kind.head_dim, self.gather_bytes // spec.dtype.itemsize)
 

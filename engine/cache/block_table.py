@@ -48,6 +48,12 @@ class BlockTable:
         self._blocks[self._length : length] = blocks
         self._length = length
 
+    def replace(self, number: int, block: int) -> int:
+        """Puts a block in the place of another, which is returned."""
+        replaced = int(self._blocks[number])
+        self._blocks[number] = block
+        return replaced
+
     def skip(self, count: int) -> None:
         """An empty table begins with `count` blocks that are not held."""
         assert not self._length

@@ -1,46 +1,41 @@
-"""The paged KV cache: a pool and two tensors per group of layers, and the block tables that requests hold in them."""
+"""The paged cache of keys, values and recurrent states: the block tables that requests hold in the groups of layers.
+
+A group of recurrent layers is like one with a sliding window of two positions, of which only a block's last state is kept: its blocks are
+slots, chunks end at its block borders, and a slot that is full is the snapshot that later requests start from. Within a block the state
+moves from slot to slot: a chunk reads the slot that the one before has written, and writes another, so it can be repeated until it is
+committed.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
 import numpy as np
-import torch
 
 from engine.cache.block_table import BlockTable
 from engine.cache.chain import HashChain
-from engine.cache.pool import NULL_BLOCK, BlockPool, BoolArray, IntArray, PoolStats
-from engine.cache.spec import KVSpec
+from engine.cache.groups import CacheGroup
+from engine.cache.pool import NULL_BLOCK, BoolArray, IntArray, PoolStats
+from engine.cache.spec import NUM_SPARES
 
 
-class KVGroup:
-    """Keys and values of layers of one kind: `[layers, blocks, block_size, kv_heads, head_dim]` each; values may be part of keys."""
+@dataclass
+class RecurrentSlots:
+    """Of one request in one recurrent group, beside its block table."""
 
-    def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device, *, poison: bool = False) -> None:
-        self.spec = spec
-        shape = (len(spec.layers), num_blocks, spec.block_size, spec.kind.num_kv_heads, spec.kind.head_dim)
-        # Left undefined: filling would touch all the memory at start, and nothing is read that wasn't written.
-        self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
-        shared = spec.kind.value_dim
-        self.values = torch.empty(shape, dtype=spec.dtype, device=device) if shared is None else self.keys[..., :shared]
-        self.pool = BlockPool(num_blocks, self._fill_with_nan if poison else None)
-        if poison:
-            self.keys.fill_(torch.nan)
-            self.values.fill_(torch.nan)
+    spares: list[int]
+    latest: int = NULL_BLOCK
+    """Where the state behind the last planned position is, or will be; the null block where nothing has been planned."""
 
-    def touch(self) -> None:
-        """Has the system hand over all the memory now."""
-        self.keys.zero_()
-        self.values.zero_()
 
-    def first_needed_block(self, position: int) -> int:
-        """The first block that a query at `position` can see."""
-        window = self.spec.kind.window
-        return 0 if window is None else max(0, position - window + 1) // self.spec.block_size
+@dataclass(frozen=True, slots=True)
+class SlotPair:
+    """Where a chunk's recurrent states come from and go to, in one group."""
 
-    def _fill_with_nan(self, blocks: IntArray) -> None:
-        self.keys[:, torch.from_numpy(blocks)] = torch.nan
-        self.values[:, torch.from_numpy(blocks)] = torch.nan
+    group: int
+    read: int
+    """The null block: the sequence begins with this chunk, so it starts from nothing."""
+    write: int
 
 
 @dataclass
@@ -56,14 +51,21 @@ class BlockTables:
     """Up to this position nothing need be taken, nor dropped."""
     unregistered_end: int = 0
     """The end of the first block that hasn't been offered: nothing need be registered before."""
+    slots: dict[int, RecurrentSlots] = field(default_factory=dict)
+    """Of each recurrent group that the request has begun to use."""
+
+    def num_spares_missing(self, index: int, group: CacheGroup) -> int:
+        """Slots that the request must get before it can use a group."""
+        return NUM_SPARES if group.spec.is_recurrent and index not in self.slots else 0
 
 
 class KVCache:
     """All groups. A request either gets the blocks it asks for in every group, or none."""
 
-    def __init__(self, groups: Sequence[KVGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)
-        self._used_at: dict[int, list[tuple[int, KVGroup]]] = {}
+        self.has_recurrent = any(group.spec.is_recurrent for group in groups)
+        self._used_at: dict[int, list[tuple[int, CacheGroup]]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +80,7 @@ class KVCache:
         """Prefix hits end at multiples of this: at a block border of every group in use."""
         return lcm(*(group.spec.block_size for _, group in self._used(depth)), 1)
 
-    def blocks_for(self, depth: int, num_tokens: int) -> list[tuple[KVGroup, int]]:
+    def blocks_for(self, depth: int, num_tokens: int) -> list[tuple[CacheGroup, int]]:
         """`KVSpec.blocks_for` per group in use."""
         return [(group, group.spec.blocks_for(num_tokens)) for _, group in self._used(depth)]
 
@@ -110,6 +112,36 @@ class KVCache:
             table.extend(blocks)
             tables.num_registered[index] = count
 
+    def begin_chunk(self, tables: BlockTables, start: int) -> tuple[SlotPair, ...]:
+        """The slots of a chunk that begins at `start`, for which `extend` has found room. Chunks are committed in the order of their
+        planning, or withdrawn against it."""
+        pairs = []
+        for index, slots in tables.slots.items():
+            size, table = self.groups[index].spec.block_size, tables.blocks[index]
+            if start and slots.latest == NULL_BLOCK:
+                slots.latest = int(table.array[start // size - 1])  # a prefix that was adopted
+            write = slots.spares.pop() if start % size else int(table.array[start // size])
+            pairs.append(SlotPair(index, slots.latest, write))
+            slots.latest = write
+        return tuple(pairs)
+
+    def commit_chunk(self, tables: BlockTables, pairs: Sequence[SlotPair], start: int) -> None:
+        """The chunk has been computed: what it has written is the state of its block, and what it has read within the block is a spare."""
+        for pair in pairs:
+            size = self.groups[pair.group].spec.block_size
+            if start % size:
+                replaced = tables.blocks[pair.group].replace(start // size, pair.write)
+                assert replaced == pair.read, "a chunk was committed that isn't the next one"
+                tables.slots[pair.group].spares.append(replaced)
+
+    def withdraw_chunk(self, tables: BlockTables, pairs: Sequence[SlotPair], start: int) -> None:
+        """The latest chunk won't be computed."""
+        for pair in pairs:
+            slots = tables.slots[pair.group]
+            slots.latest = pair.read
+            if start % self.groups[pair.group].spec.block_size:
+                slots.spares.append(pair.write)
+
     def extend(self, tables: BlockTables, start: int, end: int, computed: int | None = None) -> int:
         """Gives the request blocks for positions `start … end - 1`, as far as every group has them; returns how far (`start`: none).
 
@@ -122,17 +154,28 @@ class KVCache:
         for index, group in used:
             table, size = tables.blocks[index], group.spec.block_size
             _drop_before(group, table, group.first_needed_block(start if computed is None else computed))
+            if group.spec.is_recurrent:
+                end = min(end, start - start % size + size)
+            room = group.pool.num_available - tables.num_spares_missing(index, group)
+            if room < 0:
+                return start
             if len(table) * size < end:
-                end = min(end, (len(table) + group.pool.num_available) * size)
+                end = min(end, (len(table) + room) * size)
+        if end <= start:
+            return start
         for index, group in used:
             table = tables.blocks[index]
+            if tables.num_spares_missing(index, group):
+                spares = group.pool.allocate(NUM_SPARES)
+                assert spares is not None
+                tables.slots[index] = RecurrentSlots(spares.tolist())
             missing = -(-end // group.spec.block_size) - len(table)
             if missing > 0:
                 blocks = group.pool.allocate(missing)
                 assert blocks is not None
                 table.extend(blocks)
         tables.steady_end = min([_steady_end(group, tables.blocks[index]) for index, group in used], default=end)
-        return max(start, end)
+        return end
 
     def headroom(self, claims: Sequence[tuple[BlockTables, int]]) -> tuple[int, ...]:
         """Per group the blocks that are left beside the `claims` of requests that are on their way to so many tokens; may be negative."""
@@ -174,7 +217,10 @@ class KVCache:
     def release(self, tables: BlockTables) -> None:
         """Gives everything back. The beginning of a prefix is evicted last."""
         for index, group in enumerate(self.groups):
-            table = tables.blocks[index]
+            table, slots = tables.blocks[index], tables.slots.pop(index, None)
+            if slots is not None:
+                assert len(slots.spares) == NUM_SPARES, "a chunk is in flight, with a slot that would be given to others"
+                group.pool.release(np.array(slots.spares))
             if len(table):
                 group.pool.release(table.clear())
             tables.num_registered[index] = 0
@@ -192,16 +238,17 @@ class KVCache:
     def _missing(self, tables: BlockTables, num_tokens: int) -> list[int]:
         """Per group: blocks that the request must still get, at most at a time."""
         needs = dict(self.blocks_for(tables.depth, num_tokens))
-        return [max(0, needs.get(group, 0) - table.num_held) for group, table in zip(self.groups, tables.blocks, strict=True)]
+        held = [table.num_held + NUM_SPARES * (index in tables.slots) for index, table in enumerate(tables.blocks)]
+        return [max(0, needs.get(group, 0) - count) for group, count in zip(self.groups, held, strict=True)]
 
-    def _used(self, depth: int) -> list[tuple[int, KVGroup]]:
+    def _used(self, depth: int) -> list[tuple[int, CacheGroup]]:
         used = self._used_at.get(depth)
         if used is None:
             used = self._used_at[depth] = [(index, group) for index, group in enumerate(self.groups) if group.spec.layers[0] < depth]
         return used
 
 
-def _longest(group: KVGroup, chain: HashChain, depth: int, limit: int) -> int:
+def _longest(group: CacheGroup, chain: HashChain, depth: int, limit: int) -> int:
     """What a prefix may span at most: with a window its beginning need not be there, else all of it must be."""
     num_blocks = min(limit // group.spec.block_size, chain.num_full_blocks)
     if group.spec.kind.window is None:
@@ -209,7 +256,7 @@ def _longest(group: KVGroup, chain: HashChain, depth: int, limit: int) -> int:
     return num_blocks * group.spec.block_size
 
 
-def _window_is_cached(group: KVGroup, chain: HashChain, depth: int, lengths: IntArray) -> BoolArray:
+def _window_is_cached(group: CacheGroup, chain: HashChain, depth: int, lengths: IntArray) -> BoolArray:
     """Of prefix lengths, longest first: whether the group has every block that the next position can see."""
     size, window = group.spec.block_size, group.spec.kind.window
     assert window is not None
@@ -221,14 +268,14 @@ def _window_is_cached(group: KVGroup, chain: HashChain, depth: int, lengths: Int
     return complete
 
 
-def _steady_end(group: KVGroup, table: BlockTable) -> int:
+def _steady_end(group: CacheGroup, table: BlockTable) -> int:
     """Positions before it have their blocks, and see every block that is held."""
     size, window = group.spec.block_size, group.spec.kind.window
     end = len(table) * size
     return end if window is None else min(end, (table.num_dropped + 1) * size + window - 1)
 
 
-def _drop_before(group: KVGroup, table: BlockTable, first: int) -> int:
+def _drop_before(group: CacheGroup, table: BlockTable, first: int) -> int:
     """Gives back the blocks before number `first`; how many there were."""
     if first <= table.num_dropped:
         return 0

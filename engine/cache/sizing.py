@@ -13,6 +13,8 @@ from engine.errors import ConfigError
 MIB, GIB = 1 << 20, 1 << 30
 _KV_SHARE_OF_HOST, _KV_LIMIT_ON_HOST = 0.25, 4 * GIB
 _KV_SHARE_OF_DEVICE = 0.85
+_RECURRENT_SHARE = 0.25
+"""Of the KV cache's memory, where layers are recurrent and nobody says how much their states may take."""
 _STATE_SHARE_OF_HOST, _STATE_LIMIT = 0.15, 2 * GIB
 _AUTO_BLOCKS = 1 << 16
 """More blocks than this are made only where the operator asks for them: the books of a pool cost memory too."""
@@ -25,6 +27,8 @@ class _Load:
     specs: tuple[KVSpec, ...]
     max_model_len: int
     max_batch_tokens: int
+    num_slots: int = 0
+    """Of each group of recurrent layers, the null slot left out."""
 
     def blocks(self, tokens: int) -> list[int]:
         """Blocks per group, the null block included, where groups without a window hold `tokens`."""
@@ -37,6 +41,8 @@ class _Load:
         """Of a window, what requests of full length hold at a time, as many as `tokens` are; and beside it one step's chunk, whose
         tokens are all there before the window passes any of them. Never more than without a window, which may cross a block's border.
         """
+        if spec.is_recurrent:
+            return self.num_slots
         whole = -(-tokens // spec.block_size)
         if spec.kind.window is None:
             return whole
@@ -58,15 +64,32 @@ def kv_blocks(
     Of free memory `workspace_bytes` are left to the attention backend and to recorded graphs. Raises `ConfigError` where not even one
     request of `max_model_len` tokens fits beside one step's chunk.
     """
-    load = _Load(specs, max_model_len, max_batch_tokens)
+    memory = config.kv_cache_memory or _free_for_kv(device, workspace_bytes)
+    load = _Load(specs, max_model_len, max_batch_tokens, _num_slots(specs, config, max_model_len, memory))
     tokens = config.kv_cache_tokens
     if tokens is None:
-        memory = config.kv_cache_memory or _free_for_kv(device, workspace_bytes)
         _check_memory(load, memory, asked=bool(config.kv_cache_memory))
         tokens = _tokens_in(load, memory, config)
     elif tokens < max_model_len:
         raise ConfigError(f"the KV cache of {tokens} tokens is smaller than one request of --max-model-len {max_model_len} tokens")
     return load.blocks(tokens)
+
+
+def _num_slots(specs: tuple[KVSpec, ...], config: EngineConfig, max_model_len: int, memory: int) -> int:
+    """Slots per group of recurrent layers: what the requests use that run at once, and snapshots for later ones. Not more than
+    `--max-running` requests could fill, with as many prefixes again kept for others. Raises `ConfigError` where one request lacks some.
+    """
+    recurrent = [spec for spec in specs if spec.is_recurrent]
+    if not recurrent:
+        return 0
+    per_slot, least = sum(spec.bytes_per_block for spec in recurrent), max(spec.blocks_for(max_model_len) for spec in recurrent)
+    most = 2 * config.max_running * least
+    if config.recurrent_state_memory is None:
+        return max(least, min(most, int(memory * _RECURRENT_SHARE) // per_slot))
+    if config.recurrent_state_memory < least * per_slot:
+        needs = f"one request needs {least} recurrent states, {_mib(least * per_slot)}"
+        raise ConfigError(f"--recurrent-state-memory is {_mib(config.recurrent_state_memory)}, but {needs}")
+    return config.recurrent_state_memory // per_slot
 
 
 def _check_memory(load: _Load, memory: int, *, asked: bool) -> None:
@@ -88,9 +111,9 @@ def _tokens_in(load: _Load, memory: int, config: EngineConfig) -> int:
         many_blocks = not config.kv_cache_memory and max(load.blocks(tokens)) > _AUTO_BLOCKS + 1
         return many_blocks or load.num_bytes(tokens) > memory
 
-    per_token = sum(spec.bytes_per_token for spec in load.specs if spec.kind.window is None)
+    per_token = sum(spec.bytes_per_block / spec.block_size for spec in load.specs if spec.kind.window is None)
     # With windows alone tokens cost nothing but in the requests that run.
-    most = memory // per_token if per_token else config.max_running * load.max_model_len
+    most = int(memory / per_token) if per_token else config.max_running * load.max_model_len
     longer = range(load.max_model_len + 1, most + 1)
     return load.max_model_len + bisect_right(longer, False, key=too_many)
 

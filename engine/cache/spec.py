@@ -1,8 +1,14 @@
-"""What a kind of layer needs of the KV cache. Nothing looks a group up by a layer's name or assumes a block size of its own."""
+"""What a kind of layer needs of the cache. Nothing looks a group up by a layer's name or assumes a block size of its own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+
+NUM_SPARES = 2
+"""Slots of recurrent layers that a sequence has beside those in its table: a step reads one and writes another, so that it can be
+repeated, and so does the step that is launched before it has ended."""
 
 
 @dataclass(frozen=True)
@@ -18,34 +24,82 @@ class LayerKV:
 
 
 @dataclass(frozen=True)
-class KVSpec:
-    """A group of layers that keep the same thing and so share block tables."""
+class StatePart:
+    """One tensor of a recurrent state."""
 
-    kind: LayerKV
-    layers: tuple[int, ...]
-    """Decoder-layer indices, ascending."""
-    block_size: int
-    """Tokens per block."""
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
-    def bytes_per_token(self) -> int:
-        tensors = 2 if self.kind.value_dim is None else 1
-        return tensors * len(self.layers) * self.kind.num_kv_heads * self.kind.head_dim * self.dtype.itemsize
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerRecurrent:
+    """What one layer keeps per sequence, however long that is: its recurrent state behind one position."""
+
+    parts: tuple[StatePart, ...]
+    window: ClassVar[int] = 2
+    """As if it were attention to two positions: the next one starts from the state behind the one before."""
+
+
+LayerCache = LayerKV | LayerRecurrent
+
+_MOST_SNAPSHOTS = 3
+"""Slots of a sequence in its table: the one that is being written to and, until that has been computed, the snapshots before."""
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """A group of layers that keep the same thing and so share block tables."""
+
+    kind: LayerCache
+    layers: tuple[int, ...]
+    """Decoder-layer indices, ascending."""
+    block_size: int
+    """Tokens per block. Of recurrent layers a block is one slot, with the state behind the block's last position: a snapshot."""
+    dtype: torch.dtype
+
+    @property
+    def is_recurrent(self) -> bool:
+        return isinstance(self.kind, LayerRecurrent)
+
+    @property
+    def kv(self) -> LayerKV:
+        """The kind, of layers with attention."""
+        assert isinstance(self.kind, LayerKV)
+        return self.kind
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.block_size
+        if isinstance(self.kind, LayerRecurrent):
+            return len(self.layers) * sum(part.num_bytes for part in self.kind.parts)
+        tensors = 2 if self.kind.value_dim is None else 1
+        return tensors * len(self.layers) * self.kind.num_kv_heads * self.kind.head_dim * self.dtype.itemsize * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks a request holds at most at a time, while `num_tokens` are computed one by one."""
+        if isinstance(self.kind, LayerRecurrent):
+            return min(-(-num_tokens // self.block_size), _MOST_SNAPSHOTS) + NUM_SPARES
         window = self.kind.window
         if window is None:
             return -(-num_tokens // self.block_size)
         return -(-min(num_tokens, window + self.block_size) // self.block_size) + 1
 
 
-def group_layers(layers: list[LayerKV], block_size: int, dtype: torch.dtype) -> tuple[KVSpec, ...]:
-    """One group per distinct kind, in order of first appearance."""
-    kinds = dict.fromkeys(layers)
-    return tuple(KVSpec(kind, tuple(i for i, layer in enumerate(layers) if layer == kind), block_size, dtype) for kind in kinds)
+def group_layers(
+    layers: Sequence[LayerCache | None], block_size: int, dtype: torch.dtype, snapshot_distance: int = 1024
+) -> tuple[KVSpec, ...]:
+    """One group per distinct kind, in order of first appearance; a layer that keeps nothing is None.
+
+    `snapshot_distance`: the block size of recurrent layers.
+    """
+    members: dict[LayerCache, list[int]] = {}
+    for index, kind in enumerate(layers):
+        if kind is not None:
+            members.setdefault(kind, []).append(index)
+    return tuple(
+        KVSpec(kind, tuple(of_kind), snapshot_distance if isinstance(kind, LayerRecurrent) else block_size, dtype)
+        for kind, of_kind in members.items()
+    )

@@ -37,7 +37,8 @@ class Probe:
         sequence = self._sequence
         if self._kv.extend(sequence.tables, 0, 1) < 1:
             return None
-        step = build_step([Chunk(sequence, 0, 1, self._num_layers, samples=self._has_head)], self._kv, self._num_layers)
+        slots = self._kv.begin_chunk(sequence.tables, 0)
+        step = build_step([Chunk(sequence, 0, 1, self._num_layers, samples=self._has_head, slots=slots)], self._kv, self._num_layers)
         return replace(step, captures={layer: _null_page() for layer in self._captured()})
 
     def end(self) -> None:

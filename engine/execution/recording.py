@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.attention.facade import AttentionBackend, GraphBackend, GroupCache
-from engine.cache.kv import KVGroup
+from engine.attention.facade import AttentionBackend, GraphBackend, GroupCache, cache_of
+from engine.cache.groups import KVGroup
 from engine.cache.spec import KVSpec
 from engine.config import Switch
 from engine.errors import ConfigError
@@ -63,8 +63,8 @@ class GraphRecording:
         """
         if self.status:
             return 0
-        groups = [KVGroup(spec, 1, self._model.device) for spec in specs]  # padding needs the null block alone
-        graphs = self._try_to_record(caches_of(groups))
+        caches = [cache_of(KVGroup(spec, 1, self._model.device)) for spec in specs]  # padding needs the null block alone
+        graphs = self._try_to_record(caches)
         if graphs is None:
             return 0
         recorder = self._recorder()
@@ -113,8 +113,3 @@ class GraphRecording:
         if self._required:
             raise ConfigError(f"--cuda-graphs is on, but {reason}")
         self.status = reason
-
-
-def caches_of(groups: Sequence[KVGroup]) -> list[GroupCache]:
-    """The tensors of KV groups as attention takes them."""
-    return [GroupCache(group.spec.layers, group.spec.block_size, group.keys, group.values) for group in groups]

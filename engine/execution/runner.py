@@ -11,6 +11,7 @@ from engine.capture.sink import Landing, RowSink
 from engine.device.packing import arrays_to_device
 from engine.device.streams import SingleStreamCheck
 from engine.execution.graphs import DecodeGraphs, GraphRunner
+from engine.execution.recurrent import RecurrentCache, RecurrentStates
 from engine.execution.step_input import CaptureInput, ScoreInput, StepInput
 from engine.models.base import ForwardBatch, Model
 from engine.sampling.logprobs import TokenScores, joined, score
@@ -56,12 +57,12 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        caches: Sequence[GroupCache],
+        caches: Sequence[GroupCache | RecurrentCache],
         sink: RowSink,
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`caches`: of the KV groups, by their number; `graphs` compute the steps that they can."""
+        """`caches`: of the groups of layers, by their number; `graphs` compute the steps that they can."""
         self._model = model
         self._caches = caches
         self._sink = sink
@@ -92,7 +93,7 @@ class ModelRunner:
         """
         self._stream.check()
         try:
-            groups = [(self._caches[number], group) for number, group in step.groups.items()]
+            groups = [(self._attention_cache(number), group) for number, group in step.groups.items()]
             arrays = StepArrays(step, self._model.device)
             given = _given_tokens(step, arrays, sampled_before)
             logits, scores = self._replay(step, arrays, groups, given) or self._forward(step, arrays, groups, given)
@@ -136,8 +137,22 @@ class ModelRunner:
             rows_at_layer=step.rows_at_layer,
             attention=self._attention.plan(step.sequences, groups),
             capture=capture,
+            recurrent=self._recurrent(step),
             final_rows=None if step.final_rows is None else arrays[step.final_rows],
         )
+
+    def _attention_cache(self, number: int) -> GroupCache:
+        cache = self._caches[number]
+        assert isinstance(cache, GroupCache)
+        return cache
+
+    def _recurrent(self, step: StepInput) -> RecurrentStates | None:
+        groups = []
+        for number, given in step.slots.items():
+            cache = self._caches[number]
+            assert isinstance(cache, RecurrentCache)
+            groups.append((cache, given))
+        return RecurrentStates(step.sequences, groups) if groups else None
 
     def _put(self, wanted: CaptureInput, hidden: torch.Tensor, arrays: StepArrays) -> None:
         self._sink.put(_select(wanted, hidden, arrays), torch.from_numpy(wanted.slots))

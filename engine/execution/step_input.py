@@ -25,6 +25,15 @@ class CaptureInput:
     slots: IntArray  # [n], row numbers in the store of hidden-state pages
 
 
+@dataclass(frozen=True, eq=False)
+class SlotInput:
+    """Where recurrent states come from and go to, of one group: `[sequences]` each."""
+
+    reads: IntArray
+    """0: the sequence starts from nothing."""
+    writes: IntArray
+
+
 @dataclass(frozen=True)
 class ScoreInput:
     """Rows of one prompt whose next tokens are scored: row `first_row + i` scores token `targets[i]`."""
@@ -46,6 +55,8 @@ class StepInput:
     sequences: StepRows
     groups: Mapping[int, GroupInput]
     """By the number of the KV group: those that some row reaches."""
+    slots: Mapping[int, SlotInput]
+    """By the number of the group of recurrent layers: those that some row reaches."""
     rows_at_layer: Sequence[int]
     """How many leading rows run through each decoder layer."""
     captures: Mapping[LayerId, CaptureInput]
@@ -94,6 +105,7 @@ def build_step(
         positions=rows.positions,
         sequences=rows,
         groups=_groups(chunks, rows, kv, rows_at_layer),
+        slots=_slots(chunks, kv, rows_at_layer) if kv.has_recurrent else {},
         rows_at_layer=rows_at_layer,
         captures={layer: _moved(wanted, final) if _is_final(layer, num_layers) else wanted for layer, wanted in captures.items()},
         sampled_rows=_places(sampled, final),
@@ -116,8 +128,22 @@ def _groups(chunks: Sequence[Chunk], rows: StepRows, kv: KVCache, rows_at_layer:
     return {
         number: plan_group(rows, [chunk.sequence.tables.blocks[number].array for chunk in chunks], group.spec.block_size)
         for number, group in enumerate(kv.groups)
-        if rows_at_layer[group.spec.layers[0]]
+        if rows_at_layer[group.spec.layers[0]] and not group.spec.is_recurrent
     }
+
+
+def _slots(chunks: Sequence[Chunk], kv: KVCache, rows_at_layer: Sequence[int]) -> dict[int, SlotInput]:
+    """Of sequences that don't reach a group nothing is read or written there."""
+    inputs = {
+        number: SlotInput(np.zeros(len(chunks), np.int64), np.zeros(len(chunks), np.int64))
+        for number, group in enumerate(kv.groups)
+        if rows_at_layer[group.spec.layers[0]] and group.spec.is_recurrent
+    }
+    for row, chunk in enumerate(chunks):
+        for pair in chunk.slots:
+            if pair.group in inputs:
+                inputs[pair.group].reads[row], inputs[pair.group].writes[row] = pair.read, pair.write
+    return inputs
 
 
 def _rows_at_layer(chunks: Sequence[Chunk], firsts: IntArray, num_layers: int) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from engine.cache.spec import LayerKV
+from engine.cache.spec import LayerCache
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,45 @@ class AttentionOptions:
     """`[heads]` float32: a logit per head that takes its share of the softmax and has no value, as in GPT-OSS."""
 
 
+@dataclass(frozen=True)
+class RecurrentRun:
+    """Rows `first … end - 1` of a batch, one sequence's positions from `start` on."""
+
+    first: int
+    end: int
+    start: int
+    read: int
+    """The slot with the state behind position `start - 1`; 0: there is none, since `start` is 0."""
+    write: int
+    """The slot for the state behind the last row."""
+
+
+@dataclass(frozen=True)
+class RecurrentSingles:
+    """Sequences of one row each, none of them at position 0. All `[n]` int64 on the model's device."""
+
+    rows: torch.Tensor
+    reads: torch.Tensor
+    writes: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RecurrentRows:
+    """One recurrent layer's part of a batch. What is read is never written in the same step, so a step can be repeated."""
+
+    parts: Sequence[torch.Tensor]
+    """Of the layer's state: `[slots, …]` each."""
+    singles: RecurrentSingles | None
+    runs: Sequence[RecurrentRun]
+
+
+class RecurrentContext(Protocol):
+    """The recurrent states of one batch, as layers see them."""
+
+    def rows_of(self, layer: int, num_rows: int) -> RecurrentRows:
+        """Of the leading `num_rows` rows, whole sequences."""
+
+
 @dataclass
 class ForwardBatch:
     """Packed tokens of one step. Sequences that need the most layers come first, so narrowing is a slice."""
@@ -69,6 +108,8 @@ class ForwardBatch:
     capture: Callable[[int, torch.Tensor], None]
     """Called as `capture(k, hidden)` for k = 0 (embeddings, all rows) and after each decoder layer that ran
     (k is the layer id; hidden is `[rows_at_layer[k - 1], width]`, after the last layer `final_rows` of it)."""
+    recurrent: RecurrentContext | None = None
+    """None: the model has no recurrent layers."""
     final_rows: torch.Tensor | None = None
     """`[n]` int64, on the model's device, ascending: the rows that are wanted after the last layer. None: all that reach it."""
 
@@ -80,8 +121,8 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def kv_layers(self) -> list[LayerKV]:
-        """What each decoder layer keeps in the KV cache, in layer order."""
+    def cache_layers(self) -> Sequence[LayerCache | None]:
+        """What each decoder layer keeps in the cache, in layer order; None: nothing."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Residual stream after the last layer, before the final norm, of `final_rows`: `[final_rows, width]`.

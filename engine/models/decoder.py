@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import embedding
 
-from engine.cache.spec import LayerKV
-from engine.models.base import AttentionContext, ForwardBatch
+from engine.cache.spec import LayerCache
+from engine.models.base import ForwardBatch
 from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.blocks.norm import Norm
 from engine.models.blocks.ops import Ops, TorchOps
@@ -19,8 +19,8 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int, ops: Ops | None = None) -> None:
         """`max_model_len` is the context limit that the model runs with; positions must be below it. `ops`: torch's where None."""
-        recordable = all(layer.mlp.recordable for layer in weights.layers)
-        options = [layer.mixer.options for layer in weights.layers]
+        recordable = all(layer.mixer.recordable and layer.mlp.recordable for layer in weights.layers)
+        options = [layer.mixer.options for layer in weights.layers if layer.mixer.options is not None]
         self.config = replace(
             config.model,
             has_head=weights.head is not None,
@@ -41,9 +41,9 @@ class Decoder:
             for rope in config.ropes
         ]
 
-    def kv_layers(self) -> list[LayerKV]:
-        """What each decoder layer keeps in the KV cache, in layer order."""
-        return [layer.mixer.kv for layer in self._weights.layers]
+    def cache_layers(self) -> list[LayerCache]:
+        """What each decoder layer keeps in the cache, in layer order."""
+        return [layer.mixer.cache for layer in self._weights.layers]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Decoder:
                 break
             wanted = batch.final_rows if index == last else None
             rope = self._decoder.rope_of_layer[index]
-            hidden = self._layer(index, hidden, None if rope is None else angles[rope], batch.attention, wanted)
+            hidden = self._layer(index, hidden, None if rope is None else angles[rope], batch, wanted)
             batch.capture(index + 1, hidden)
         return hidden
 
@@ -86,12 +86,12 @@ class Decoder:
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     def _layer(
-        self, index: int, hidden: torch.Tensor, angles: RotaryAngles | None, attention: AttentionContext, wanted: torch.Tensor | None
+        self, index: int, hidden: torch.Tensor, angles: RotaryAngles | None, batch: ForwardBatch, wanted: torch.Tensor | None
     ) -> torch.Tensor:
         """`wanted` rows (None: all) are computed to the end. Keys and values are always of all: later tokens look back at them."""
         layer = self._weights.layers[index]
         before = hidden if layer.before_attention is None else self._ops.norm(layer.before_attention, hidden)
-        mixed = layer.mixer.mix(index, self._ops, before, angles, attention)
+        mixed = layer.mixer.mix(index, self._ops, before, angles, batch)
         if wanted is not None:
             mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
         attended = self._added(layer.mixer.output(mixed), layer.after_attention)

@@ -57,5 +57,4 @@ def _is_of_decoder(config: DecoderConfig, name: str) -> bool:
     """Whether a weight isn't of another part of the model: a vision tower, or MTP layers."""
     if config.multimodal and is_of_other_modality(name):
         return False
-    first = config.model.num_layers
-    return not name.startswith(tuple(f"model.layers.{layer}." for layer in range(first, first + config.num_mtp_layers)))
+    return not (config.mtp_prefixes and name.startswith(config.mtp_prefixes))

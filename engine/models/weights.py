@@ -6,14 +6,17 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelError
-from engine.models.blocks.attention import Attention, read_attention
-from engine.models.blocks.decoder_config import DecoderConfig
+from engine.models.blocks.attention import read_attention
+from engine.models.blocks.decoder_config import DecoderConfig, DeltaNetConfig
+from engine.models.blocks.delta_net import read_delta_net
 from engine.models.blocks.experts import read_sparse_mlp
-from engine.models.blocks.latent_attention import LatentAttention, read_latent_attention
+from engine.models.blocks.latent_attention import read_latent_attention
 from engine.models.blocks.linear import Linear, Linears
+from engine.models.blocks.mixer import Mixer
 from engine.models.blocks.mlp import MLP, read_mlp
 from engine.models.blocks.norm import Norm
 from engine.models.blocks.reader import WeightReader, read_norm
+from engine.models.blocks.short_conv import read_short_conv
 from engine.models.checkpoints.checkpoint import Checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -27,7 +30,7 @@ class LayerWeights:
     """One decoder layer."""
 
     before_attention: Norm | None
-    mixer: Attention | LatentAttention
+    mixer: Mixer
     after_attention: Norm | None
     before_mlp: Norm | None
     mlp: MLP
@@ -59,7 +62,7 @@ class WeightLoader:
         """Raises `ModelError` naming a weight that is missing, of a wrong shape, or that the architecture doesn't have."""
         embedding, head = self._embedding_and_head()
         layers = tuple(self._layer(index) for index in range(self._config.model.num_layers))
-        final_norm = read_norm(self._reader, self._config, "model.norm")
+        final_norm = read_norm(self._reader, self._config, self._config.final_norm)
         unknown = sorted(name for name in self._checkpoint.unread if not name.endswith(HARMLESS_SUFFIXES))
         if unknown:
             raise ModelError(f"{folder}: weight {unknown[0]} ({len(unknown)} such) is not part of {self._config.model.architecture}")
@@ -80,24 +83,29 @@ class WeightLoader:
         names, prefix = self._config.norms, f"model.layers.{index}"
         return LayerWeights(
             before_attention=self._optional_norm(prefix, names.before_attention),
-            mixer=self._mixer(index, f"{prefix}.self_attn"),
+            mixer=self._mixer(index, prefix),
             after_attention=self._optional_norm(prefix, names.after_attention),
             before_mlp=self._optional_norm(prefix, names.before_mlp),
             mlp=self._mlp(index, prefix),
             after_mlp=self._optional_norm(prefix, names.after_mlp),
         )
 
-    def _mixer(self, index: int, prefix: str) -> Attention | LatentAttention:
-        latent = self._config.latent
-        if latent is not None:
-            return read_latent_attention(self._reader, self._config, latent, index, prefix)
-        return read_attention(self._reader, self._config, index, prefix)
+    def _mixer(self, index: int, prefix: str) -> Mixer:
+        reader, config = self._reader, self._config
+        if index in config.recurrent_layers:
+            if isinstance(config.recurrent, DeltaNetConfig):
+                return read_delta_net(reader, config, config.recurrent, f"{prefix}.linear_attn")
+            assert config.recurrent is not None
+            return read_short_conv(reader, config, config.recurrent, f"{prefix}.conv")
+        if config.latent is not None:
+            return read_latent_attention(reader, config, config.latent, index, f"{prefix}.self_attn")
+        return read_attention(reader, config, index, f"{prefix}.self_attn")
 
     def _mlp(self, index: int, prefix: str) -> MLP:
         experts = self._config.experts
         if experts is not None and index in experts.layers:
             return read_sparse_mlp(self._reader, self._config, experts, prefix)
-        return read_mlp(self._reader, self._config, f"{prefix}.mlp", self._config.intermediate_size)
+        return read_mlp(self._reader, self._config, f"{prefix}.{self._config.mlp.prefix}", self._config.intermediate_size)
 
     def _optional_norm(self, prefix: str, name: str | None) -> Norm | None:
         return None if name is None else read_norm(self._reader, self._config, f"{prefix}.{name}")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.cache.kv import SlotPair
 from engine.capture.row_capture import CapturePlan
 from engine.scheduling.sequence import TokenSequence
 
@@ -19,6 +20,8 @@ class Chunk:
     """The logits of its last row give the next token."""
     rows: CapturePlan | None = None
     """The rows to capture; None for a sequence that saves nothing."""
+    slots: tuple[SlotPair, ...] = ()
+    """Of recurrent layers, per group."""
 
     @property
     def count(self) -> int:

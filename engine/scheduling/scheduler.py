@@ -40,7 +40,7 @@ class Scheduler:
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
         self.num_preemptions = 0
-        self._least_share = max(group.spec.block_size for group in kv.groups)
+        self._least_share = max([group.spec.block_size for group in kv.groups if not group.spec.is_recurrent], default=1)
         self.pace = StepPace(inter_token_seconds, at_least=self._least_share, at_most=max_batch_tokens)
         self._kv = kv
         self._prefixes = prefixes
@@ -106,6 +106,7 @@ class Scheduler:
     def commit(self, chunk: Chunk) -> bool:
         """The chunk has been computed. False: its sequence has ended meanwhile."""
         sequence = chunk.sequence
+        self._kv.commit_chunk(sequence.tables, chunk.slots, chunk.start)
         self._end_flight(chunk)
         if sequence.ended:
             return False
@@ -119,6 +120,7 @@ class Scheduler:
     def withdraw(self, chunk: Chunk) -> None:
         """The chunk, the latest of its sequence, won't be computed in its step."""
         sequence = chunk.sequence
+        self._kv.withdraw_chunk(sequence.tables, chunk.slots, chunk.start)
         self._end_flight(chunk)
         if not sequence.ended:
             sequence.num_planned = chunk.start
@@ -133,7 +135,7 @@ class Scheduler:
         rows = None
         if sequence.capture is not None and chunk.rows is not None:
             rows = sequence.capture.shorten(chunk.rows, end)
-        return Chunk(sequence, chunk.start, end, chunk.depth, samples=False, rows=rows)
+        return Chunk(sequence, chunk.start, end, chunk.depth, samples=False, rows=rows, slots=chunk.slots)
 
     def _end_flight(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -306,7 +308,8 @@ class Scheduler:
             self._schedule_chunk(plan, sequence, end, None if capture is None else capture.plan(start, end, sequence.num_sure))
 
     def _schedule_chunk(self, plan: StepPlan, sequence: TokenSequence, end: int, rows: CapturePlan | None) -> None:
-        chunk = Chunk(sequence, sequence.num_planned, end, sequence.run_depth, sequence.samples(end), rows)
+        slots = self._kv.begin_chunk(sequence.tables, sequence.num_planned) if self._kv.has_recurrent else ()
+        chunk = Chunk(sequence, sequence.num_planned, end, sequence.run_depth, sequence.samples(end), rows, slots)
         sequence.num_planned = end
         sequence.num_unknown += chunk.samples
         sequence.num_in_flight += 1

@@ -36,6 +36,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -55,10 +57,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     Starcoder2Config,
@@ -92,8 +100,16 @@ CLASSES = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
+ADD_ONE = ("Gemma", "Qwen3Next", "Qwen3_5")
+"""Norm weights are stored as w - 1."""
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families whose layers have a recurrent state of matrices."""
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -109,6 +125,16 @@ SHAPE = {
 }
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+DELTA_NET: dict[str, object] = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 LATENT: dict[str, object] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 48,
@@ -169,6 +195,15 @@ FAMILY_SETTINGS: dict[str, dict[str, object]] = {
     "deepseek_v2": {**LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
+    "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56},
+    "qwen3_5": DELTA_NET,
+    "qwen3_5_moe": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56},
+    "lfm2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "block_multiple_of": 16,
+        "tie_word_embeddings": True,
+    },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 7, "swiglu_limit": 1.5},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "rope_parameters": HALF_ROTARY},
 }
@@ -196,7 +231,12 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name:
-            weight.data = noise.mul(0.3).add(0.0 if "Gemma" in type(model).__name__ else 1.0)
+            around_zero = type(model).__name__.startswith(ADD_ONE) and "linear_attn" not in name
+            weight.data = noise.mul(0.3).add(0.0 if around_zero else 1.0)
+        elif name.endswith("A_log"):
+            weight.data = noise.mul(0.5)
+        elif "conv" in name and weight.dim() == 3:
+            weight.data = noise.mul(0.6)
         elif weight.dim() == 1 or name.endswith("_bias"):
             weight.data = noise.mul(0.3)
         else:

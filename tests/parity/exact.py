@@ -19,6 +19,12 @@ from engine.layers import LayerId
 
 FACTOR = 2.0
 """Of the median, the 99.9th percentile and the largest relative error of a row, ours to transformers' float32."""
+RECURRENT_FACTOR = 5.0
+"""Of the 99.9th percentile and the largest error where layers are recurrent: a state carries the rounding of one row to all behind it, so
+the largest errors of a prompt are few events. Over 18 random models with delta nets, with torch's products and with packed ones, ours were
+0.15 to 2.97 times transformers', evenly on both sides of 1; the medians 0.93 to 1.13 times."""
+RECURRENT_FLOOR = 5e-5
+"""In the place of `ROW_FLOOR` there: the rows behind such an event are off by 1.6e-5 where transformers' are by 1.6e-6."""
 ROW_FACTOR, ROW_FLOOR = 10.0, 1e-5
 """No row is further off than so many times its own error in transformers' float32, or than this, whichever is larger."""
 
@@ -63,7 +69,8 @@ def layer_rows(model: PreTrainedModel, token_ids: Sequence[int]) -> tuple[Rows, 
     """
     caught: list[torch.Tensor] = []
     text = getattr(model.model, "language_model", model.model)
-    handle = text.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0][0]))
+    last = text.embedding_norm if hasattr(text, "embedding_norm") else text.norm
+    handle = last.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0][0]))
     output = model(input_ids=torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
     handle.remove()
     rows: Rows = {layer: state[0] for layer, state in enumerate(output.hidden_states[:-1])}
@@ -129,14 +136,16 @@ class Errors:
         median, most, largest = (ours.quantile(points) / theirs.quantile(points)).tolist()
         return median, most, largest
 
-    def check(self) -> None:
+    def check(self, *, recurrent: bool = False) -> None:
         """Fails where rows are further off than the yardstick allows."""
-        assert max(self.ratios()) <= FACTOR, self.ratios()
-        self.check_rows()
+        median, *largest = self.ratios()
+        assert median <= FACTOR, self.ratios()
+        assert max(largest) <= (RECURRENT_FACTOR if recurrent else FACTOR), self.ratios()
+        self.check_rows(RECURRENT_FLOOR if recurrent else ROW_FLOOR)
 
-    def check_rows(self) -> None:
+    def check_rows(self, floor: float = ROW_FLOOR) -> None:
         """Each row by itself: for so few of them that their median and maximum say nothing."""
         ours, theirs = torch.cat(self.ours), torch.cat(self.theirs)
-        allowed = (ROW_FACTOR * theirs).clamp(min=ROW_FLOOR)
+        allowed = (ROW_FACTOR * theirs).clamp(min=floor)
         worst = int((ours / allowed).argmax())
         assert bool((ours <= allowed).all()), f"row {worst}: {ours[worst].item():.2e}, transformers' float32 {theirs[worst].item():.2e}"

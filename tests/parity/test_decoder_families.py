@@ -8,18 +8,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.cache.spec import LayerKV
+from engine.attention.facade import StepRows
+from engine.cache.groups import RecurrentGroup
+from engine.cache.spec import LayerKV, group_layers
 from engine.errors import ModelError
+from engine.execution.recurrent import RecurrentCache, RecurrentStates
+from engine.execution.step_input import SlotInput
 from engine.layers import LayerId
 from engine.models.base import AttentionOptions, ForwardBatch, Model
 from engine.models.blocks.ops import NativeOps, Ops, TorchOps
 from engine.models.loader import load_model, read_model_config
 from engine.native.compiler import NoKernels
 from engine.native.kernels import load_kernels
+from tests.parity.conftest import RECURRENT
 from tests.parity.exact import Errors
 from tests.products import packed_linears
 
@@ -61,7 +67,7 @@ class DenseAttention:
         self.rows: list[int] = []
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        assert layer == len(self.rows)
+        assert layer >= len(self.rows), "recurrent layers don't attend"
         self.rows.append(query.shape[0])
         lengths = [length for i, length in enumerate(self.lengths) if sum(self.lengths[: i + 1]) <= query.shape[0]]
         parts = [states.split(lengths) for states in (query, key, value)]
@@ -115,12 +121,22 @@ def run(
         rows_at_layer=rows_at_layer if rows_at_layer is not None else [sum(lengths)] * model.config.num_layers,
         attention=DenseAttention(lengths),
         capture=lambda layer, hidden: states.insert(layer, hidden),
+        recurrent=cold_states(model, lengths),
         final_rows=None if final_rows is None else torch.tensor(final_rows, dtype=torch.int64),
     )
     last = model.forward(batch)
     assert last.shape == (batch.rows_at_layer[-1] if final_rows is None else len(final_rows), model.config.hidden_size)
     assert torch.equal(last, states[-1][: len(last)])
     return states
+
+
+def cold_states(model: Model, lengths: Sequence[int]) -> RecurrentStates:
+    """A slot for each sequence, all of which begin with the batch."""
+    specs = [spec for spec in group_layers(model.cache_layers(), 8, model.dtype) if spec.is_recurrent]
+    groups = [RecurrentGroup(spec, 1 + len(lengths), torch.device("cpu"), poison=True) for spec in specs]
+    slots = SlotInput(np.zeros(len(lengths), np.int64), np.arange(len(lengths)) + 1)
+    rows = StepRows(np.zeros(len(lengths), np.int64), np.array(lengths))
+    return RecurrentStates(rows, [(RecurrentCache(group.spec.layers, group.tensors), slots) for group in groups])
 
 
 def compare(model: Model, states: Sequence[torch.Tensor], known: Sequence[KnownRows]) -> Errors:
@@ -148,10 +164,17 @@ def load(folder: Path, max_model_len: int | None = None, ops: Ops | None = None,
     return load_model(folder, device=torch.device("cpu"), dtype=dtype, max_model_len=max_model_len, ops=ops, linears=linears)
 
 
-def check(tiny: TinyModel, lengths: Sequence[int] = LENGTHS, max_model_len: int | None = None, ops: Ops | None = None) -> None:
+def check(
+    tiny: TinyModel,
+    lengths: Sequence[int] = LENGTHS,
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+    *,
+    recurrent: bool = False,
+) -> None:
     sequences = prompts(lengths)
     model = load(tiny.folder, max_model_len, ops)
-    compare(model, run(model, sequences), [tiny.known(sequence) for sequence in sequences]).check()
+    compare(model, run(model, sequences), [tiny.known(sequence) for sequence in sequences]).check(recurrent=recurrent)
 
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -239,6 +262,16 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "deepseek_v3, biases, weights as they are": ("deepseek_v3", {"attention_bias": True, "norm_topk_prob": False}),
     "glm4_moe_lite": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next, some layers dense": ("qwen3_next", {"mlp_only_layers": [2], "norm_topk_prob": False, "attention_bias": True}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5, every fourth layer attends": ("qwen3_5", {"layer_types": None, "num_hidden_layers": 5}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "lfm2": ("lfm2", {}),
+    "lfm2, biases, untied, width as it is": (
+        "lfm2",
+        {"conv_bias": True, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
+    ),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss, no biases, layer types": (
         "gpt_oss",
@@ -261,7 +294,7 @@ LONG_ONLY = {"longrope, attention factor": (40, 33, 47)}
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_of_every_layer_equals_transformers(tiny_model: MakeModel, case: str, ops: Ops) -> None:
     family, settings = CASES[case]
-    check(tiny_model(family, **settings), LONG_ONLY.get(case, LENGTHS), ops=ops)
+    check(tiny_model(family, **settings), LONG_ONLY.get(case, LENGTHS), ops=ops, recurrent=family in RECURRENT)
 
 
 def test_longrope_uses_the_short_set_where_the_limit_is_the_original_context(tiny_model: MakeModel) -> None:
@@ -375,7 +408,7 @@ def test_captured_states_are_not_written_again(tiny_model: MakeModel, ops: Ops) 
 
 def test_kv_layers_say_which_layers_slide(tiny_model: MakeModel) -> None:
     sliding, full = LayerKV(2, 24, 7), LayerKV(2, 24)
-    assert load(tiny_model("gemma3").folder).kv_layers() == [sliding, sliding, full] * 2
+    assert load(tiny_model("gemma3").folder).cache_layers() == [sliding, sliding, full] * 2
 
 
 def test_a_tied_head_shares_the_embedding(tiny_model: MakeModel, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from engine.attention.facade import GroupCache
 from engine.attention.sdpa import SdpaBackend
-from engine.cache.kv import KVCache, KVGroup
+from engine.cache.groups import KVGroup
+from engine.cache.kv import KVCache
 from engine.cache.pool import IntArray
 from engine.cache.sizing import kv_blocks
 from engine.cache.spec import group_layers
@@ -53,7 +54,7 @@ class SmallCore:
         self.layers = (*range(model.config.num_layers + 1), "norm")
         specs = tuple(
             replace(spec, block_size=sizes.full if spec.kind.window is None else sizes.sliding)
-            for spec in group_layers(model.kv_layers(), 1, model.dtype)
+            for spec in group_layers(model.cache_layers(), 1, model.dtype)
         )
         config = EngineConfig("", kv_cache_tokens=num_requests * MAX_LEN)
         counts = kv_blocks(specs, config, MAX_LEN, CPU, max_batch_tokens=BATCH_TOKENS)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from engine.attention.sdpa import SdpaContext
 from engine.config import EngineConfig, Switch
 from engine.layers import LayerId
+from engine.models.configuration.families import read_decoder_config
 from engine.offline import Completion, LocalTarget, OfflineEngine
 from engine.request import EngineRequest, SamplingParams
 from engine.saves.selection import ALL_ROWS, LAST_ROW, RowSelection
@@ -72,6 +73,10 @@ class Subject:
     @property
     def num_layers(self) -> int:
         return len(self.layers) - 2
+
+    @property
+    def recurrent_layers(self) -> frozenset[int]:
+        return read_decoder_config(self.folder).recurrent_layers
 
     @property
     def num_shared(self) -> int:
@@ -153,6 +158,7 @@ class Workbench:
             "max_model_len": longest,
             "block_size": BLOCK_SIZE,
             "state_page_size": BLOCK_SIZE,
+            "snapshot_distance": BLOCK_SIZE,
             "kv_cache_tokens": longest * 8,
             "state_cache_memory": longest * len(self.subject.layers) * 6 * width * 4,
             "threads": torch.get_num_threads(),
@@ -335,7 +341,7 @@ def depth_limited(bench: Workbench) -> list[Saved]:
     prompt = bench.subject.known[0].prompt
     with bench.engine() as engine, _rows_per_layer() as rows:
         saved = engine.run(engine.request(prompt, layers=(0, middle)))
-    assert rows == dict.fromkeys(range(middle), len(prompt))
+    assert rows == {layer: len(prompt) for layer in range(middle) if layer not in bench.subject.recurrent_layers}
     return saved
 
 
@@ -350,7 +356,8 @@ def depth_limited_among_others(bench: Workbench) -> list[Saved]:
             engine.request(prompts[1], salt="c"),
         )
     deep, shallow = len(prompts[1]), len(prompts[0]) + len(prompts[1])
-    assert rows == {layer: shallow if layer < middle else deep for layer in range(subject.num_layers)}
+    attending = [layer for layer in range(subject.num_layers) if layer not in subject.recurrent_layers]
+    assert rows == {layer: shallow if layer < middle else deep for layer in attending}
     return saved
 
 

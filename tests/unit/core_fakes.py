@@ -15,7 +15,8 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from engine.cache.kv import KVCache, KVGroup
+from engine.cache.groups import KVGroup
+from engine.cache.kv import KVCache
 from engine.cache.pool import IntArray
 from engine.cache.spec import KVSpec, LayerKV
 from engine.cache.states import StateStore

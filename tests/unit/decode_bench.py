@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.gpu.model import TINY, random_model
-from engine.attention.facade import AttentionBackend
+from engine.attention.facade import AttentionBackend, cache_of
 from engine.attention.flashinfer import FlashInferBackend
 from engine.attention.varlen import VarlenBackend
-from engine.cache.kv import KVCache, KVGroup
+from engine.cache.groups import KVGroup
+from engine.cache.kv import KVCache
 from engine.cache.pool import IntArray
 from engine.cache.spec import group_layers
 from engine.cache.states import StateStore
 from engine.capture.sink import DirectSink, RowSink
 from engine.core import CoreParts, EngineCore
 from engine.execution.graphs import DecodeGraphs, Replay
-from engine.execution.recording import caches_of
 from engine.execution.runner import ModelRunner, StepOutput
 from engine.execution.step_input import StepInput
 from engine.layers import LayerId
@@ -105,7 +105,7 @@ class DecodeBench:
         self.model = random_model(TINY, CPU)
         attention = make_backend(backend)
         size = attention.default_block_size
-        specs = group_layers(self.model.kv_layers(), size, self.model.dtype)
+        specs = group_layers(self.model.cache_layers(), size, self.model.dtype)
         self.kv = KVCache([KVGroup(spec, 30, CPU, poison=True) for spec in specs])
         for group in self.kv.groups:  # padding is written to the null block, and read from there
             assert group.keys[:, 0].isnan().all()
@@ -113,7 +113,7 @@ class DecodeBench:
         self.graphs = None
         if recorder is not None:
             self.graphs = DecodeGraphs(self.model, attention, recorder, max_len=MAX_LEN, max_batch=MAX_RUNNING)  # type: ignore[arg-type]  # a fake recorder
-        caches = caches_of(self.kv.groups)
+        caches = [cache_of(group) for group in self.kv.groups if isinstance(group, KVGroup)]
         if self.graphs is not None and recorder is not None:
             recorder.outputs += [self.graphs.logits, self.graphs.states]
             self.graphs.record(caches)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.cache.kv import KVGroup
+from engine.cache.groups import KVGroup
 from engine.cache.spec import KVSpec, LayerKV
 from engine.cache.states import StateStore
 from engine.engine import Engine

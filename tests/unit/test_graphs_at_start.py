@@ -11,17 +11,18 @@ import torch
 
 from benchmarks.gpu.model import TINY, random_model
 from engine import build
+from engine.attention.facade import cache_of
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.select import Selection
 from engine.attention.varlen import VarlenBackend
 from engine.build import EngineParts, assemble
 from engine.cache import sizing
-from engine.cache.kv import KVGroup
+from engine.cache.groups import KVGroup
 from engine.cache.spec import group_layers
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.graphs import DecodeGraphs, Replay
-from engine.execution.recording import GraphRecording, caches_of
+from engine.execution.recording import GraphRecording
 from tests.unit.decode_bench import CPU, GRAPH_BYTES, MAX_LEN, FakeRecorder, make_backend
 from tests.unit.paged_kernels import FakeVarlen
 
@@ -102,9 +103,9 @@ def test_how_many_graphs_there_are_and_how_long_that_took_is_told(monkeypatch: p
 def test_the_largest_size_is_recorded_first() -> None:
     kernel = FakeVarlen()
     backend, model = VarlenBackend(CPU, kernel), random_model(TINY, CPU)
-    specs = group_layers(model.kv_layers(), backend.default_block_size, model.dtype)
+    specs = group_layers(model.cache_layers(), backend.default_block_size, model.dtype)
     graphs = DecodeGraphs(model, backend, FakeRecorder(), max_len=MAX_LEN, max_batch=11)
-    graphs.record(caches_of([KVGroup(spec, 1, CPU) for spec in specs]))
+    graphs.record([cache_of(KVGroup(spec, 1, CPU)) for spec in specs])
     sizes = [len(call["seqused_k"]) for call in kernel.calls]
     assert list(dict.fromkeys(sizes)) == [16, 8, 4, 2, 1]
     assert sizes == sorted(sizes, reverse=True)
@@ -155,6 +156,6 @@ def test_graphs_that_fail_over_the_real_cache_are_told_of_like_those_of_the_tria
 def test_a_trial_that_failed_is_not_repeated() -> None:
     recorder, model = FailingRecorder(RuntimeError, 2), random_model(TINY, CPU)
     recording = GraphRecording("auto", model, make_backend("varlen"), max_len=MAX_LEN, max_batch=16, make_recorder=lambda device: recorder)
-    assert recording.bytes_needed(group_layers(model.kv_layers(), 256, TINY.dtype)) == 0
+    assert recording.bytes_needed(group_layers(model.cache_layers(), 256, TINY.dtype)) == 0
     assert recording.record([]) is None
     assert recorder.recorded == 2

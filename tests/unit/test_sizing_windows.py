@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache.kv import BlockTables, KVCache, KVGroup
+from engine.cache.groups import KVGroup
+from engine.cache.kv import BlockTables, KVCache
 from engine.cache.sizing import kv_blocks
 from engine.cache.spec import KVSpec, LayerKV
 from engine.config import EngineConfig

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from engine.attention.facade import GroupCache
 from engine.attention.sdpa import SdpaBackend
-from engine.cache.kv import KVCache, KVGroup
+from engine.cache.groups import KVGroup
+from engine.cache.kv import KVCache
 from engine.cache.pool import IntArray
 from engine.cache.spec import group_layers
 from engine.cache.states import StateStore
@@ -269,7 +270,7 @@ class Observed:
 
     def __init__(self, model: Model, *, budget: int, trim: bool = True, runner: type[ModelRunner] = ModelRunner) -> None:
         config = model.config
-        groups = [KVGroup(spec, 120, CPU, poison=True) for spec in group_layers(model.kv_layers(), PAGE, torch.float32)]
+        groups = [KVGroup(spec, 120, CPU, poison=True) for spec in group_layers(model.cache_layers(), PAGE, torch.float32)]
         kv = KVCache(groups)
         self.store = StateStore(400, PAGE, config.hidden_size, torch.float32, poison=True)
         prefixes = PrefixFinder(kv, PAGE, enabled=False)

@@ -1,11 +1,11 @@
-"""The first half of a decoder layer: what rows take from those before them."""
+"""Grouped-query attention, with the variants of all families."""
 
 from dataclasses import dataclass
 
 import torch
 
 from engine.cache.spec import LayerKV
-from engine.models.base import AttentionContext, AttentionOptions
+from engine.models.base import AttentionOptions, ForwardBatch
 from engine.models.blocks.decoder_config import DecoderConfig, QKNorm
 from engine.models.blocks.linear import Linear
 from engine.models.blocks.norm import RMSNorm
@@ -26,22 +26,27 @@ class Attention:
     head_norm: RMSNorm | None  # of queries and keys, weight [heads + kv_heads, head_dim]
     all_heads_norms: tuple[RMSNorm, RMSNorm] | None  # weights [heads * head_dim], [kv_heads * head_dim]
     output: Linear  # [width, heads * head_dim]
+    gated: bool
+    """Behind the values come gates, [heads * head_dim]: what the heads give is multiplied by their sigmoid."""
+    recordable: bool = True
 
     @property
-    def kv(self) -> LayerKV:
-        """What the layer keeps in the KV cache."""
+    def cache(self) -> LayerKV:
+        """What the layer keeps."""
         return LayerKV(self.num_kv_heads, self.head_dim, self.options.window)
 
-    def mix(self, layer: int, ops: Ops, normed: torch.Tensor, angles: RotaryAngles | None, context: AttentionContext) -> torch.Tensor:
+    def mix(self, layer: int, ops: Ops, normed: torch.Tensor, angles: RotaryAngles | None, batch: ForwardBatch) -> torch.Tensor:
         """What the heads give, `[rows, heads * head_dim]`, of normed rows `[rows, width]`, which aren't written."""
         rotated_heads = self.num_heads + self.num_kv_heads
-        qkv = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
+        qkv = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads (+ heads), head_dim]
         queries_and_keys = qkv[:, :rotated_heads]
         if self.all_heads_norms is not None:
             queries_and_keys = self._normed_together(ops, queries_and_keys, self.all_heads_norms)
         rotated = ops.rotate(queries_and_keys, angles, self.head_norm)  # [rows, heads + kv_heads, head_dim]
-        queries, keys, values = rotated[:, : self.num_heads], rotated[:, self.num_heads :], qkv[:, rotated_heads:]
-        return context.attend(layer, queries, keys, values, self.options).flatten(1)
+        queries, keys = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        end = rotated_heads + self.num_kv_heads
+        mixed = batch.attention.attend(layer, queries, keys, qkv[:, rotated_heads:end], self.options)
+        return (mixed.mul_(qkv[:, end:].sigmoid()) if self.gated else mixed).flatten(1)
 
     def _normed_together(self, ops: Ops, states: torch.Tensor, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
         """Queries normed over all of their heads, and keys over theirs: `[rows, heads + kv_heads, head_dim]`."""
@@ -52,18 +57,20 @@ class Attention:
 def read_attention(reader: WeightReader, config: DecoderConfig, index: int, prefix: str) -> Attention:
     """Of decoder layer `index`. The heads of queries and keys, and what norms them, are put in the order of their rotation."""
     heads, kv_heads, size, width = config.num_heads, config.num_kv_heads, config.head_dim, config.model.hidden_size
-    modules = reader.stored([f"{prefix}.{part}_proj" for part in "qkv"], f"{prefix}.qkv_proj")
+    names, modules = config.attention, reader.stored([f"{prefix}.{part}_proj" for part in "qkv"], f"{prefix}.qkv_proj")
     sinks = reader.tensor((heads,), [f"{prefix}.sinks"], dtype=torch.float32) if config.attention_sinks else None
-    heights = [heads * size, kv_heads * size, kv_heads * size]
+    heights = [heads * size * (2 if config.attention_gate else 1), kv_heads * size, kv_heads * size]
+    order = _gated_order(config) if config.attention_gate else _order(config, heads + kv_heads)
     return Attention(
         heads,
         kv_heads,
         size,
         AttentionOptions(config.attention_scale, config.windows[index], config.attention_soft_cap, sinks),
-        qkv=reader.linear(modules, heights, width, bias=config.qkv_bias, order=_order(config, heads + kv_heads)),
+        qkv=reader.linear(modules, heights, width, bias=config.qkv_bias, order=order),
         head_norm=_head_norm(reader, config, prefix) if config.qk_norm is QKNorm.HEAD else None,
         all_heads_norms=_all_heads_norms(reader, config, prefix) if config.qk_norm is QKNorm.ALL_HEADS else None,
-        output=reader.linear([f"{prefix}.o_proj"], [width], heads * size, bias=config.output_bias),
+        output=reader.linear([f"{prefix}.{names.output}"], [width], heads * size, bias=config.output_bias),
+        gated=config.attention_gate,
     )
 
 
@@ -72,9 +79,22 @@ def _order(config: DecoderConfig, num_heads: int) -> HeadOrder | None:
     return None if order is None else HeadOrder(order, num_heads)
 
 
+def _gated_order(config: DecoderConfig) -> HeadOrder:
+    """Of products whose queries are stored head by head, each with its gate: the gates come last."""
+    size, heads = config.head_dim, config.num_heads
+    rotary = (None if config.rotary is None else config.rotary.order(size)) or list(range(size))
+    keys, values = 2 * heads * size, (2 * heads + config.num_kv_heads) * size
+    order = [head * 2 * size + place for head in range(heads) for place in rotary]
+    order += [keys + head * size + place for head in range(config.num_kv_heads) for place in rotary]
+    order += range(values, values + config.num_kv_heads * size)
+    order += [head * 2 * size + size + place for head in range(heads) for place in range(size)]
+    return HeadOrder(order, 1)
+
+
 def _head_norm(reader: WeightReader, config: DecoderConfig, prefix: str) -> RMSNorm:
     """The query and key norms side by side, so that both are one operation."""
-    query, key = (_norm_weight(reader, config, f"{prefix}.{part}_norm", 1) for part in "qk")
+    names = config.attention
+    query, key = (_norm_weight(reader, config, f"{prefix}.{name}", 1) for name in (names.query_norm, names.key_norm))
     return RMSNorm(torch.stack([query] * config.num_heads + [key] * config.num_kv_heads), config.norm_eps)
 
 

@@ -19,11 +19,12 @@ class NormNames:
 
 @dataclass(frozen=True)
 class MLPNames:
-    """Weight names of a layer's MLP; `gate` None: down(activation(up(x))), without a gate."""
+    """Weight names of a layer's MLP and within it; `gate` None: down(activation(up(x))), without a gate."""
 
     up: str = "up_proj"
     down: str = "down_proj"
     gate: str | None = "gate_proj"
+    prefix: str = "mlp"
 
 
 class QKNorm(Enum):
@@ -43,6 +44,35 @@ class Scoring(Enum):
     """Of all experts, before some are chosen. Normalised, the weights are the softmax of the chosen ones' logits."""
     SIGMOID = auto()
     """Of each by itself."""
+
+
+@dataclass(frozen=True)
+class AttentionNames:
+    """Weight names within a layer's attention."""
+
+    output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated delta net (Qwen3-Next, Qwen3.5): linear attention whose state is a matrix per value head."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int
+    """Of the convolution before it."""
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """Gated short convolution (LFM2)."""
+
+    num_taps: int
+    bias: bool
 
 
 @dataclass(frozen=True)
@@ -146,6 +176,12 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     parallel: bool = False
     """Attention and MLP both read the rows normed before attention, and both are added to the residual stream (Cohere)."""
+    attention: AttentionNames = AttentionNames()
+    attention_gate: bool = False
+    """What the heads give is multiplied by a sigmoid of the rows, whose weights are stored with those of the queries (Qwen3-Next)."""
+    recurrent: DeltaNetConfig | ShortConvConfig | None = None
+    recurrent_layers: frozenset[int] = frozenset()
+    """Those with it in the place of attention."""
     mlp: MLPNames = MLPNames()
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
@@ -160,7 +196,9 @@ class DecoderConfig:
     """logits = head(states) / divisor (Granite)."""
     logit_soft_cap: float | None = None
     """logits = cap * tanh(logits / cap)."""
-    num_mtp_layers: int = 0
-    """Layers that the checkpoint may hold behind the decoder's, to predict more tokens at a time (MTP); none is loaded."""
+    final_norm: str = "model.norm"
+    """Its weight name."""
+    mtp_prefixes: tuple[str, ...] = ()
+    """Of weights that the checkpoint may hold beside the decoder's, to predict more tokens at a time (MTP); none is loaded."""
     multimodal: bool = False
     """The checkpoint holds a model of images or sound as well, of which nothing is loaded."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.cache.spec import LayerKV
-from engine.models.base import AttentionContext, AttentionOptions
+from engine.models.base import AttentionOptions, ForwardBatch
 from engine.models.blocks.decoder_config import DecoderConfig, LatentConfig
 from engine.models.blocks.linear import Linear
 from engine.models.blocks.norm import RMSNorm
@@ -33,13 +33,14 @@ class LatentAttention:
     key_up: torch.Tensor  # [heads, plain_dim, rank]
     value_up: torch.Tensor  # [heads, rank, value_dim]
     output: Linear  # [width, heads * value_dim]
+    recordable: bool = True
 
     @property
-    def kv(self) -> LayerKV:
-        """What the layer keeps in the KV cache."""
+    def cache(self) -> LayerKV:
+        """What the layer keeps."""
         return LayerKV(1, self.config.rank + self.config.rotary_dim, self.options.window, self.config.rank)
 
-    def mix(self, layer: int, ops: Ops, normed: torch.Tensor, angles: RotaryAngles | None, context: AttentionContext) -> torch.Tensor:
+    def mix(self, layer: int, ops: Ops, normed: torch.Tensor, angles: RotaryAngles | None, batch: ForwardBatch) -> torch.Tensor:
         """What the heads give, `[rows, heads * value_dim]`, of normed rows `[rows, width]`, which aren't written."""
         rows, rank, plain = normed.shape[0], self.config.rank, self.config.plain_dim
         queries = self.query(self._query_input(ops, normed)).view(rows, self.num_heads, -1)
@@ -50,7 +51,7 @@ class LatentAttention:
         on_latents = torch.bmm(queries[..., :plain].transpose(0, 1), self.key_up).transpose(0, 1)  # [rows, heads, rank]
         query = torch.cat([on_latents, rotated[:, :-1]], dim=-1)
         key = torch.cat([ops.norm(self.latent_norm, latent[:, :rank].contiguous())[:, None], rotated[:, -1:]], dim=-1)
-        mixed = context.attend(layer, query, key, key[..., :rank], self.options)  # [rows, heads, rank]
+        mixed = batch.attention.attend(layer, query, key, key[..., :rank], self.options)  # [rows, heads, rank]
         return torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
 
     def _query_input(self, ops: Ops, normed: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from engine.errors import ModelError
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Put in by torch.compile, FSDP and activation checkpointing, at any depth."""
-_LEADING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?(?=(?:embed_tokens|layers|norm)\.)")
+_LEADING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?(?=(?:embed_tokens|layers|norm|embedding_norm)\.)")
 _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(?=lm_head\.)")
 _OTHER_MODALITIES = re.compile(
     r"^(?:model\.)?(?:visual|vision_tower|vision_model|vision_encoder|multi_modal_projector|image_newline|audio_tower|embed_vision)(?:\.|$)"

@@ -30,6 +30,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Lfm2ForCausalLM": "lfm2",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "GptOssForCausalLM": "gpt_oss",
     # Base models: the same decoder, saved without its head.
     "LlamaModel": "llama",
@@ -56,6 +60,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "DeepseekV2Model": "deepseek_v2",
     "DeepseekV3Model": "deepseek_v3",
     "Glm4MoeLiteModel": "glm4_moe_lite",
+    "Qwen3NextModel": "qwen3_next",
+    "Lfm2Model": "lfm2",
+    "Qwen3_5TextModel": "qwen3_5",
+    "Qwen3_5MoeTextModel": "qwen3_5_moe",
     "GptOssModel": "gpt_oss",
     # The spelling of the first Llama conversions.
     "LLaMAForCausalLM": "llama",
@@ -65,6 +73,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
 """Class in `architectures` to family."""
 
@@ -92,6 +102,10 @@ MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
     "glm4_moe_lite": "glm4_moe_lite",
+    "qwen3_next": "qwen3_next",
+    "lfm2": "lfm2",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
     "gpt_oss": "gpt_oss",
     "kimi_k2": "deepseek_v3",
     "gemma3_text": "gemma3",
@@ -103,6 +117,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl": "qwen3",
     "qwen3_vl_text": "qwen3",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
 }
 """`model_type`, of the whole or of the text part, to family."""
 

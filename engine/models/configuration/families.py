@@ -13,10 +13,10 @@ import torch
 from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.checkpoints.checkpoint import has_weights, stored_dtype
 from engine.models.checkpoints.hf_config import DEFAULT_DTYPE, JsonObject, named_dtype, read_config
-from engine.models.configuration import defaults, dense, sparse
+from engine.models.configuration import defaults, dense, hybrid, sparse
 from engine.models.configuration.architectures import find_family, text_settings
 from engine.models.configuration.end_tokens import eos_token_ids
-from engine.models.configuration.family import Family
+from engine.models.configuration.family import Family, num_layers
 
 REFUSED_SETTINGS: dict[str, tuple[object, ...]] = {
     "quantization_config": (None, {}),
@@ -40,12 +40,14 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     dtype = named_dtype(text) or named_dtype(config) or _stored_dtype(folder)
     tokens = text if text.get("eos_token_id") is not None else config
     model = replace(decoder.model, architecture=architecture, eos_token_ids=eos_token_ids(folder, tokens), checkpoint_dtype=dtype)
-    return replace(decoder, model=model, multimodal=text is not config, num_mtp_layers=_num_mtp_layers(text))
+    return replace(decoder, model=model, multimodal=text is not config, mtp_prefixes=(*decoder.mtp_prefixes, *_mtp_layers(text)))
 
 
-def _num_mtp_layers(config: JsonObject) -> int:
-    """By any of the names that configurations give it."""
-    return config.count("num_nextn_predict_layers", config.count("num_mtp_layers", 0))
+def _mtp_layers(config: JsonObject) -> list[str]:
+    """Of layers behind the decoder's, whose number has one of several names."""
+    first = num_layers(config)
+    count = config.count("num_nextn_predict_layers", config.count("num_mtp_layers", 0))
+    return [f"model.layers.{layer}." for layer in range(first, first + count)]
 
 
 def _refuse_unapplied(family: Family, *configs: JsonObject) -> None:
@@ -93,6 +95,10 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(sparse.deepseek_v2, defaults.DEEPSEEK_V2, _NULLABLE_RANK),
     "deepseek_v3": Family(sparse.deepseek_v3, defaults.DEEPSEEK_V3, _NULLABLE_RANK),
     "glm4_moe_lite": Family(sparse.glm4_moe_lite, defaults.GLM4_MOE_LITE, _NULLABLE_RANK),
+    "qwen3_next": Family(hybrid.qwen3_next, defaults.QWEN3_NEXT, applies=_PARTIAL),
+    "qwen3_5": Family(hybrid.qwen3_5, defaults.QWEN3_5, applies=_PARTIAL),
+    "qwen3_5_moe": Family(hybrid.qwen3_5_moe, defaults.QWEN3_5_MOE, applies=_PARTIAL),
+    "lfm2": Family(hybrid.lfm2, defaults.LFM2),
     "gpt_oss": Family(sparse.gpt_oss, defaults.GPT_OSS),
     "minimax_m2": Family(sparse.minimax_m2, defaults.MINIMAX_M2, applies=_PARTIAL),
 }

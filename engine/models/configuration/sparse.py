@@ -16,7 +16,7 @@ def qwen2_moe(config: JsonObject) -> DecoderConfig:
         config = config.with_values(sliding_window=None)
     windows = read_windows(config, [slides and layer % 2 == 0 and layer < last for layer in range(num_layers(config))])
     shared = SharedExpert("shared_expert", config.integer("shared_expert_intermediate_size"), gated=True)
-    experts = replace(_qwen_experts(config), shared=shared)
+    experts = replace(qwen_experts(config), shared=shared)
     return replace(read_decoder(config, windows), qkv_bias=config.flag("qkv_bias", True), experts=experts)
 
 
@@ -27,7 +27,7 @@ def qwen3_moe(config: JsonObject) -> DecoderConfig:
         config = config.with_values(sliding_window=None)
     windows = read_windows(config, [slides] * num_layers(config), may_differ=False)
     decoder = with_attention_bias(read_decoder(config, windows), config)
-    return replace(decoder, qk_norm=QKNorm.HEAD, experts=_qwen_experts(config))
+    return replace(decoder, qk_norm=QKNorm.HEAD, experts=qwen_experts(config))
 
 
 def mixtral(config: JsonObject) -> DecoderConfig:
@@ -132,7 +132,7 @@ def deepseek_experts(config: JsonObject, scoring: Scoring = Scoring.SIGMOID) -> 
     return experts
 
 
-def _qwen_experts(config: JsonObject) -> ExpertsConfig:
+def qwen_experts(config: JsonObject) -> ExpertsConfig:
     dense, step = config.get("mlp_only_layers") or [], config.integer("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise config.error("mlp_only_layers must be a list of layers")
