@@ -11,6 +11,21 @@ EngineState = Literal["starting", "running", "draining", "stopped", "dead"]
 
 
 @dataclass(frozen=True)
+class CacheGroupInfo:
+    """A group of layers that keep the same thing."""
+
+    kind: str
+    """For people: `keys and values`, `latents`, with or without a window, or `recurrent states`."""
+    num_layers: int
+    block_size: int
+    """Tokens per block; of recurrent states those between two snapshots."""
+    num_blocks: int
+    bytes_per_block: int
+    wasted_bytes: int
+    """Allocated beyond what the blocks hold: padding."""
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """What was resolved at start."""
 
@@ -28,6 +43,7 @@ class EngineInfo:
     """Rows (of one layer each) that fit the hidden-state pages."""
     state_page_size: int
     """Rows per page."""
+    cache_groups: tuple[CacheGroupInfo, ...] = ()
     attention_workspace_bytes: int = 0
     """What the attention backend's buffers can grow to, beside the caches."""
     attention_reason: str = ""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from engine.api import EngineInfo
-from engine.attention.facade import GroupCache, cache_of
+from engine.api import CacheGroupInfo, EngineInfo
+from engine.attention.facade import GroupCache
 from engine.attention.select import candidates_with, needs_of, select_backend
-from engine.cache.groups import KVGroup, make_group
+from engine.cache.groups import CacheGroup, make_group
 from engine.cache.kv import KVCache
 from engine.cache.sizing import kv_blocks, state_pages
 from engine.cache.spec import LayerKV, group_layers
@@ -22,8 +22,7 @@ from engine.device.host import usable_cpus
 from engine.device.resolve import dtype_name, resolve_device, resolve_dtype, use_device
 from engine.errors import ConfigError
 from engine.execution.recording import GraphRecording, recorder_for
-from engine.execution.recurrent import RecurrentCache
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import ModelRunner, caches_of
 from engine.models.base import Model, ModelConfig
 from engine.models.blocks.linear import choose_linears
 from engine.models.blocks.ops import NativeOps
@@ -122,7 +121,7 @@ def assemble(
     kv = KVCache([make_group(spec, count, device, poison=config.poison) for spec, count in zip(specs, counts, strict=True)])
     if config.prefault_caches and device.type == "cpu" and not config.poison:
         _touch(states, kv)
-    caches = [cache_of(group) if isinstance(group, KVGroup) else RecurrentCache(group.spec.layers, group.tensors) for group in kv.groups]
+    caches = caches_of(kv.groups)
     graphs = recording.record([cache for cache in caches if isinstance(cache, GroupCache)])
     prefixes = PrefixFinder(kv, page_size, enabled=config.prefix_cache)
     limits = RequestLimits(
@@ -156,6 +155,7 @@ def assemble(
         kv_cache_tokens=kv.num_tokens,
         state_cache_rows=(num_pages - 1) * page_size,
         state_page_size=page_size,
+        cache_groups=tuple(map(_group_info, kv.groups)),
         attention_workspace_bytes=workspace_bytes,
         cuda_graphs=recording.status,
     )
@@ -202,6 +202,12 @@ def resolve_inter_token_ms(config: EngineConfig, device: torch.device) -> float:
     if config.inter_token_ms is not None:
         return config.inter_token_ms
     return _INTER_TOKEN_MS_ON_CPU if device.type == "cpu" else _INTER_TOKEN_MS_ON_GPU
+
+
+def _group_info(group: CacheGroup) -> CacheGroupInfo:
+    spec, total = group.spec, group.pool.num_blocks
+    wasted = sum(tensor.nbytes for tensor in group.tensors) - total * spec.bytes_per_block
+    return CacheGroupInfo(spec.kind_name, len(spec.layers), spec.block_size, group.pool.total, spec.bytes_per_block, wasted)
 
 
 def _touch(states: StateStore, kv: KVCache) -> None:

@@ -108,7 +108,8 @@ class Engine:
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + self._num_arriving,
-            kv_blocks=parts.core.kv.stats(),
+            kv_blocks=parts.core.kv.stats(recurrent=False),
+            recurrent_slots=parts.core.kv.stats(recurrent=True),
             state_pages=parts.core.states.pool.stats(),
             computed_tokens_total=self._core.num_computed_tokens,
             prefix_query_tokens_total=parts.core.prefixes.query_tokens_total,

@@ -8,6 +8,8 @@ from engine.cache.pool import PoolStats
 from engine.request import RequestOutput
 from engine.saves.spec import SaveEvent
 
+_NONE = PoolStats(0, 0, 0, 0)
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -16,6 +18,7 @@ class EngineStats:
     running: int
     waiting: int
     kv_blocks: PoolStats
+    """Of layers with attention."""
     state_pages: PoolStats
     computed_tokens_total: int
     """Tokens run through the model, recomputed ones included."""
@@ -29,6 +32,8 @@ class EngineStats:
     """Jobs handed to the writers and not done yet."""
     bytes_written_total: int
     write_seconds_total: float
+    recurrent_slots: PoolStats = _NONE
+    """Of recurrent layers: cached ones are snapshots."""
     step_failures_total: int = 0
     """Steps that raised, also where all their requests could be computed in smaller parts."""
 

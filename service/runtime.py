@@ -311,5 +311,15 @@ def _log_start(services: Services) -> None:
         info.state_page_size,
         info.max_batch_tokens,
     )
+    for group in info.cache_groups:
+        log.info(
+            "cache of %d layers, %s: %d blocks of %d tokens, %s each; padding wastes %d bytes",
+            group.num_layers,
+            group.kind,
+            group.num_blocks,
+            group.block_size,
+            format_size(group.bytes_per_block),
+            group.wasted_bytes,
+        )
     log.info("attention's own buffers can grow to %s", format_size(info.attention_workspace_bytes))
     log.info("save roots: %s; durability %s", ", ".join(root.path for root in services.roots.roots), settings.durability)

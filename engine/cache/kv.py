@@ -226,10 +226,10 @@ class KVCache:
             tables.num_registered[index] = 0
         tables.steady_end = tables.unregistered_end = 0
 
-    def stats(self) -> PoolStats:
-        """Summed over the groups."""
-        each = [group.pool.stats() for group in self.groups]
-        return PoolStats(*(sum(values) for values in zip(*((s.total, s.free, s.cached, s.referenced) for s in each), strict=True)))
+    def stats(self, *, recurrent: bool = False) -> PoolStats:
+        """Summed over the groups of recurrent layers, or over the others."""
+        each = [group.pool.stats() for group in self.groups if group.spec.is_recurrent is recurrent]
+        return PoolStats(*(sum(getattr(stats, name) for stats in each) for name in ("total", "free", "cached", "referenced")))
 
     def check_integrity(self) -> None:
         for group in self.groups:

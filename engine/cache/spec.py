@@ -78,6 +78,14 @@ class KVSpec:
         tensors = 2 if self.kind.value_dim is None else 1
         return tensors * len(self.layers) * self.kind.num_kv_heads * self.kind.head_dim * self.dtype.itemsize * self.block_size
 
+    @property
+    def kind_name(self) -> str:
+        """For people."""
+        if isinstance(self.kind, LayerRecurrent):
+            return "recurrent states"
+        latent = "latents" if self.kind.value_dim is not None else "keys and values"
+        return latent if self.kind.window is None else f"{latent}, window of {self.kind.window}"
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks a request holds at most at a time, while `num_tokens` are computed one by one."""
         if isinstance(self.kind, LayerRecurrent):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.facade import AttentionBackend, GroupCache, GroupStep
+from engine.attention.facade import AttentionBackend, GroupCache, GroupStep, cache_of
+from engine.cache.groups import CacheGroup, KVGroup
 from engine.cache.pool import IntArray
 from engine.capture.sink import Landing, RowSink
 from engine.device.packing import arrays_to_device
@@ -29,6 +30,11 @@ class StepOutput:
     """For each of the step's `scores`, on the device."""
     landing: Landing
     """Of the captured rows."""
+
+
+def caches_of(groups: Sequence[CacheGroup]) -> list[GroupCache | RecurrentCache]:
+    """The tensors of the groups, by their number."""
+    return [cache_of(group) if isinstance(group, KVGroup) else RecurrentCache(group.spec.layers, group.tensors) for group in groups]
 
 
 class StepArrays:

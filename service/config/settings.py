@@ -143,6 +143,17 @@ class Settings(BaseSettings):
     state_page_size: int = _option(32, "Memory and scheduling", "rows per hidden-state page", metavar="ROWS", ge=1, le=4096)
     kv_cache_tokens: Count = _option(None, "Memory and scheduling", "size of the KV cache in tokens", "auto", "TOKENS", ge=1)
     kv_cache_memory: Size = _option(None, "Memory and scheduling", "size of the KV cache in bytes, instead of tokens", "auto", "SIZE", ge=1)
+    snapshot_distance: int = _option(
+        1024, "Memory and scheduling", "tokens between snapshots of recurrent layers", metavar="TOKENS", ge=64, multiple_of=64
+    )
+    recurrent_state_memory: Size = _option(
+        None,
+        "Memory and scheduling",
+        "memory for states of recurrent layers, snapshots included",
+        "a quarter of the KV cache's",
+        "SIZE",
+        ge=1,
+    )
     state_cache_memory: Size = _option(None, "Memory and scheduling", "host memory for hidden-state pages", "auto", "SIZE", ge=1)
     prefault_caches: bool = _option(False, "Memory and scheduling", "touch the caches' memory at start, on a CPU")
     prefix_cache: bool = _option(True, "Memory and scheduling", "reuse keys, values and hidden states of shared prefixes")
@@ -261,6 +272,8 @@ def engine_config(settings: Settings, folder: Path, umask: int) -> EngineConfig:
         state_page_size=settings.state_page_size,
         kv_cache_tokens=settings.kv_cache_tokens,
         kv_cache_memory=settings.kv_cache_memory,
+        snapshot_distance=settings.snapshot_distance,
+        recurrent_state_memory=settings.recurrent_state_memory,
         state_cache_memory=settings.state_cache_memory,
         prefault_caches=settings.prefault_caches,
         prefix_cache=settings.prefix_cache,

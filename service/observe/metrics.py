@@ -150,6 +150,7 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("strata_requests_waiting", "Requests that wait for the engine", stats.waiting)
         yield GaugeMetricFamily("strata_writer_queue_depth", "Jobs handed to the writers and not done", stats.writer_queue_depth)
         yield _pool("strata_kv_blocks", "KV blocks by state", stats.kv_blocks)
+        yield _pool("strata_recurrent_slots", "Slots of recurrent layers by state; cached ones are snapshots", stats.recurrent_slots)
         yield _pool("strata_state_pages", "Hidden-state pages by state", stats.state_pages)
         for name, text, value in _counters(stats):
             yield CounterMetricFamily(name, text, value)

@@ -29,6 +29,7 @@ ASKED_FOR = {
     "batches": "strata_batch_tokens_sum",
     "KV cache": "strata_kv_blocks",
     "state cache": "strata_state_pages",
+    "recurrent states": "strata_recurrent_slots",
     "hit rate": "strata_prefix_cache_hit_tokens_total",
     "saves": "strata_saves_total",
     "why saves fail": "strata_save_failures_total",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
-from engine.attention.facade import GroupCache
 from engine.attention.sdpa import SdpaBackend
-from engine.cache.groups import KVGroup
+from engine.cache.groups import make_group
 from engine.cache.kv import KVCache
 from engine.cache.pool import IntArray
 from engine.cache.sizing import kv_blocks
@@ -19,7 +19,7 @@ from engine.cache.states import StateStore
 from engine.capture.sink import DirectSink, RowSink, StagedSink
 from engine.config import EngineConfig
 from engine.core import CoreParts, EngineCore
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import ModelRunner, caches_of
 from engine.models.base import Model
 from engine.models.loader import load_model
 from engine.request import EngineRequest, SamplingParams
@@ -39,7 +39,7 @@ NUM_TEXT = 6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens per block of the full and the sliding group, and rows per page."""
+    """Tokens per block of the full and of the sliding or recurrent group, and rows per page."""
 
     full: int
     sliding: int
@@ -58,15 +58,14 @@ class SmallCore:
         )
         config = EngineConfig("", kv_cache_tokens=num_requests * MAX_LEN)
         counts = kv_blocks(specs, config, MAX_LEN, CPU, max_batch_tokens=BATCH_TOKENS)
-        self.kv = KVCache([KVGroup(spec, count, CPU, poison=True) for spec, count in zip(specs, counts, strict=True)])
+        self.kv = KVCache([make_group(spec, count, CPU, poison=True) for spec, count in zip(specs, counts, strict=True)])
         pages = -(-MAX_LEN // sizes.page) * len(self.layers) * 4 + 1
         self.store = StateStore(pages, sizes.page, model.config.hidden_size, model.dtype, poison=True)
         prefixes = PrefixFinder(self.kv, sizes.page, enabled=True)
         sink: RowSink = StagedSink(self.store.rows, 2000, CPU) if staged else DirectSink(self.store.rows)
         limits = RequestLimits(model.config.num_layers, model.config.vocab_size, MAX_LEN, self.kv, sizes.page, pages - 1, sink.capacity)
         scheduler = Scheduler(self.kv, prefixes, max_batch_tokens=BATCH_TOKENS, max_running=8, max_capture_rows=sink.capacity)
-        caches = [GroupCache(group.spec.layers, group.spec.block_size, group.keys, group.values) for group in self.kv.groups]
-        runner = ModelRunner(model, caches, sink, SdpaBackend(CPU))
+        runner = ModelRunner(model, caches_of(self.kv.groups), sink, SdpaBackend(CPU))
         self.listener = Listener()
         self.jobs: dict[str, FakeJob] = {}
         self.released: list[IntArray] = []
@@ -95,7 +94,7 @@ class SmallCore:
     def num_cached(self, name: str) -> int:
         return self.listener.outputs[name][-1].num_cached_tokens
 
-    def check(self, name: str, known: Known) -> None:
+    def check(self, name: str, known: Known, *, recurrent: bool = False) -> None:
         tokens = [token for output in self.listener.outputs[name] for token in output.token_ids]
         assert tokens == known.text[:NUM_TEXT]
         total = len(known.prompt) + NUM_TEXT - 1
@@ -103,19 +102,61 @@ class SmallCore:
         errors = Errors()
         for index, layer in enumerate(self.layers):
             errors.add(rows[:, index], known.reference.rows[layer][:total], known.reference.errors[layer][:total])
-        errors.check()
+        errors.check(recurrent=recurrent)
+
+
+def compute_prompts(tiny: Any, lengths: Sequence[int]) -> tuple[Model, list[Known]]:  # noqa: ANN401 - a TinyModel
+    """Three prompts, two with a common beginning."""
+    generator = torch.Generator().manual_seed(3)
+    first, second, third = (torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths)
+    prompts = (first, first[:PREFIX] + second, third)
+    model = load_model(tiny.folder, device=CPU, dtype=torch.float32, max_model_len=MAX_LEN)
+    exact = in_float64(tiny.reference)
+    return model, [compute_known(tiny.reference, prompt, exact) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tiny_model: Callable[..., object]) -> tuple[Model, list[Known]]:
+    """Three layers with delta nets and one with attention."""
+    return compute_prompts(tiny_model("qwen3_5", max_position_embeddings=1024), (570, 30, 61))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "hit"),
+    [
+        (Sizes(528, 22, 22), 528),
+        (Sizes(22, 528, 22), 528),
+        (Sizes(16, 64, 16), 512),
+        (Sizes(22, 66, 10), 330),
+        (Sizes(7, 11, 1), 462),
+    ],
+)
+def test_rows_and_text_are_right_wherever_recurrent_layers_have_their_snapshots(
+    sizes: Sizes, hit: int, staged: bool, hybrid: tuple[Model, list[Known]]
+) -> None:
+    model, known = hybrid
+    core = SmallCore(model, sizes, staged=staged)
+    recurrent, attending = sorted(core.kv.groups, key=lambda group: not group.spec.is_recurrent)
+    assert (attending.spec.block_size, recurrent.spec.block_size) == (sizes.full, sizes.sliding)
+    if sizes.full == 7:
+        assert recurrent.spec.bytes_per_block > attending.spec.bytes_per_block
+    for group in core.kv.groups:
+        assert sum(tensor.nbytes for tensor in group.tensors) == group.pool.num_blocks * group.spec.bytes_per_block, "padding"
+    core.add("first", known[0].prompt)
+    core.add("short", known[2].prompt)
+    core.run()
+    core.add("hit", known[1].prompt)
+    core.run()
+    assert core.num_cached("hit") == hit
+    for name, expected in zip(("first", "hit", "short"), known, strict=False):
+        core.check(name, expected, recurrent=True)
 
 
 @pytest.fixture(scope="module")
 def gemma(tiny_model: Callable[..., object]) -> tuple[Model, list[Known]]:
     """Six layers, every third with full attention, the others with a window of 30; three prompts, two with a common beginning."""
-    tiny = tiny_model("gemma3", max_position_embeddings=1024, sliding_window=30)
-    generator = torch.Generator().manual_seed(3)
-    first, second, third = (torch.randint(3, 97, (length,), generator=generator).tolist() for length in (570, 30, 61))
-    prompts = (first, first[:PREFIX] + second, third)
-    model = load_model(tiny.folder, device=CPU, dtype=torch.float32, max_model_len=MAX_LEN)
-    exact = in_float64(tiny.reference)
-    return model, [compute_known(tiny.reference, prompt, exact) for prompt in prompts]
+    return compute_prompts(tiny_model("gemma3", max_position_embeddings=1024, sliding_window=30), (570, 30, 61))
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -142,7 +183,7 @@ def test_rows_and_text_are_right_whatever_the_block_sizes_are(
     core.run()
     core.add("hit", known[1].prompt)
     core.run()
-    assert {group.keys.shape[2] for group in core.kv.groups} == {sizes.full, sizes.sliding}
+    assert {group.tensors[0].shape[2] for group in core.kv.groups} == {sizes.full, sizes.sliding}
     assert core.store.pages.shape[1] == sizes.page
     assert core.num_cached("hit") == hit
     for name, expected in zip(("first", "hit", "short"), known, strict=False):

@@ -53,6 +53,8 @@ def test_defaults_are_those_of_the_contract() -> None:
         "state_page_size": 32,
         "kv_cache_tokens": None,
         "kv_cache_memory": None,
+        "snapshot_distance": 1024,
+        "recurrent_state_memory": None,
         "state_cache_memory": None,
         "prefault_caches": False,
         "prefix_cache": True,
