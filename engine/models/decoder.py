@@ -11,7 +11,7 @@ from engine.models.blocks.decoder_config import DecoderConfig
 from engine.models.blocks.norm import Norm
 from engine.models.blocks.ops import Ops, TorchOps
 from engine.models.blocks.rope import RotaryAngles, RotaryTable
-from engine.models.weights import DecoderWeights
+from engine.models.weights import DecoderWeights, LayerWeights
 
 
 class Decoder:
@@ -19,8 +19,10 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int, ops: Ops | None = None) -> None:
         """`max_model_len` is the context limit that the model runs with; positions must be below it. `ops`: torch's where None."""
-        recordable = all(layer.mixer.recordable and layer.mlp.recordable for layer in weights.layers)
-        options = [layer.mixer.options for layer in weights.layers if layer.mixer.options is not None]
+        mixers = [layer.mixer for layer in weights.layers if layer.mixer is not None]
+        mlps = [layer.mlp for layer in weights.layers if layer.mlp is not None]
+        recordable = all(mixer.recordable for mixer in mixers) and all(mlp.recordable for mlp in mlps)
+        options = [mixer.options for mixer in mixers if mixer.options is not None]
         self.config = replace(
             config.model,
             has_head=weights.head is not None,
@@ -41,9 +43,9 @@ class Decoder:
             for rope in config.ropes
         ]
 
-    def cache_layers(self) -> list[LayerCache]:
-        """What each decoder layer keeps in the cache, in layer order."""
-        return [layer.mixer.cache for layer in self._weights.layers]
+    def cache_layers(self) -> list[LayerCache | None]:
+        """What each decoder layer keeps in the cache, in layer order; None: nothing."""
+        return [None if layer.mixer is None else layer.mixer.cache for layer in self._weights.layers]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -91,16 +93,26 @@ class Decoder:
         """`wanted` rows (None: all) are computed to the end. Keys and values are always of all: later tokens look back at them."""
         layer = self._weights.layers[index]
         before = hidden if layer.before_attention is None else self._ops.norm(layer.before_attention, hidden)
-        mixed = layer.mixer.mix(index, self._ops, before, angles, batch)
+        attended = None
+        if layer.mixer is not None:
+            mixed = layer.mixer.mix(index, self._ops, before, angles, batch)
+            attended = self._added(layer.mixer.output(mixed if wanted is None else mixed.index_select(0, wanted)), layer.after_attention)
         if wanted is not None:
-            mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
-        attended = self._added(layer.mixer.output(mixed), layer.after_attention)
-        if self._decoder.parallel:
-            middle, normed = hidden + attended, before if wanted is None else before.index_select(0, wanted)
+            hidden, before = hidden.index_select(0, wanted), before.index_select(0, wanted)
+        return self._with_mlp(layer, hidden, before, attended)
+
+    def _with_mlp(self, layer: LayerWeights, hidden: torch.Tensor, before: torch.Tensor, attended: torch.Tensor | None) -> torch.Tensor:
+        """`before`: the rows as the first half has read them; `attended`: what it gave, where there is one. Neither is written."""
+        if attended is None:
+            middle, normed = hidden.clone(), hidden if layer.before_mlp is None else self._ops.norm(layer.before_mlp, hidden)
+        elif self._decoder.parallel:
+            middle, normed = hidden + attended, before
         elif layer.before_mlp is None:
             middle = normed = hidden + attended
         else:
             middle, normed = self._ops.add_and_norm(hidden, attended, layer.before_mlp)
+        if layer.mlp is None:
+            return middle
         for low in range(0, middle.shape[0], layer.mlp.rows_at_once):
             rows = slice(low, low + layer.mlp.rows_at_once)
             # In place: nobody outside has seen the first sum.

@@ -7,11 +7,12 @@ import torch
 
 from engine.errors import ModelError
 from engine.models.blocks.attention import read_attention
-from engine.models.blocks.decoder_config import DecoderConfig, DeltaNetConfig
+from engine.models.blocks.decoder_config import DecoderConfig, DeltaNetConfig, MambaConfig, ShortConvConfig
 from engine.models.blocks.delta_net import read_delta_net
 from engine.models.blocks.experts import read_sparse_mlp
 from engine.models.blocks.latent_attention import read_latent_attention
 from engine.models.blocks.linear import Linear, Linears
+from engine.models.blocks.mamba import read_mamba
 from engine.models.blocks.mixer import Mixer
 from engine.models.blocks.mlp import MLP, read_mlp
 from engine.models.blocks.norm import Norm
@@ -30,10 +31,11 @@ class LayerWeights:
     """One decoder layer."""
 
     before_attention: Norm | None
-    mixer: Mixer
+    mixer: Mixer | None
+    """None, or no MLP: the layer is a half only."""
     after_attention: Norm | None
     before_mlp: Norm | None
-    mlp: MLP
+    mlp: MLP | None
     after_mlp: Norm | None
 
 
@@ -82,26 +84,38 @@ class WeightLoader:
     def _layer(self, index: int) -> LayerWeights:
         names, prefix = self._config.norms, f"model.layers.{index}"
         return LayerWeights(
-            before_attention=self._optional_norm(prefix, names.before_attention),
+            before_attention=self._optional_norm(prefix, None if index in self._config.without_mixer else names.before_attention),
             mixer=self._mixer(index, prefix),
             after_attention=self._optional_norm(prefix, names.after_attention),
-            before_mlp=self._optional_norm(prefix, names.before_mlp),
+            before_mlp=self._optional_norm(prefix, None if index in self._config.without_mlp else names.before_mlp),
             mlp=self._mlp(index, prefix),
             after_mlp=self._optional_norm(prefix, names.after_mlp),
         )
 
-    def _mixer(self, index: int, prefix: str) -> Mixer:
+    def _mixer(self, index: int, prefix: str) -> Mixer | None:
         reader, config = self._reader, self._config
+        recurrent, attention = config.recurrent, f"{prefix}.{config.attention.prefix}"
+        if index in config.without_mixer:
+            return None
         if index in config.recurrent_layers:
-            if isinstance(config.recurrent, DeltaNetConfig):
-                return read_delta_net(reader, config, config.recurrent, f"{prefix}.linear_attn")
-            assert config.recurrent is not None
-            return read_short_conv(reader, config, config.recurrent, f"{prefix}.conv")
+            assert recurrent is not None
+            return self._recurrent(recurrent, f"{prefix}.{recurrent.prefix}")
         if config.latent is not None:
-            return read_latent_attention(reader, config, config.latent, index, f"{prefix}.self_attn")
-        return read_attention(reader, config, index, f"{prefix}.self_attn")
+            return read_latent_attention(reader, config, config.latent, index, attention)
+        return read_attention(reader, config, index, attention)
 
-    def _mlp(self, index: int, prefix: str) -> MLP:
+    def _recurrent(self, recurrent: DeltaNetConfig | ShortConvConfig | MambaConfig, prefix: str) -> Mixer:
+        match recurrent:
+            case DeltaNetConfig():
+                return read_delta_net(self._reader, self._config, recurrent, prefix)
+            case ShortConvConfig():
+                return read_short_conv(self._reader, self._config, recurrent, prefix)
+            case MambaConfig():
+                return read_mamba(self._reader, self._config, recurrent, prefix)
+
+    def _mlp(self, index: int, prefix: str) -> MLP | None:
+        if index in self._config.without_mlp:
+            return None
         experts = self._config.experts
         if experts is not None and index in experts.layers:
             return read_sparse_mlp(self._reader, self._config, experts, prefix)

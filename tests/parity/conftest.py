@@ -36,6 +36,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -46,6 +48,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -103,12 +107,14 @@ CLASSES = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "granite4": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
+    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 ADD_ONE = ("Gemma", "Qwen3Next", "Qwen3_5")
 """Norm weights are stored as w - 1."""
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granite4", "nemotron_h")
 """Families whose layers have a recurrent state of matrices."""
 SHAPE = {
     "vocab_size": 97,
@@ -198,6 +204,32 @@ FAMILY_SETTINGS: dict[str, dict[str, object]] = {
     "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56},
     "qwen3_5": DELTA_NET,
     "qwen3_5_moe": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56},
+    "granite4": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 4.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 56,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 3,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+        "head_dim": 24,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 10,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+        "time_step_min": 1e-9,  # transformers limits no steps of single tokens
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 56,
+    },
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "conv", "full_attention", "conv"],

@@ -69,7 +69,7 @@ def layer_rows(model: PreTrainedModel, token_ids: Sequence[int]) -> tuple[Rows, 
     """
     caught: list[torch.Tensor] = []
     text = getattr(model.model, "language_model", model.model)
-    last = text.embedding_norm if hasattr(text, "embedding_norm") else text.norm
+    last = next(getattr(text, name) for name in ("norm", "embedding_norm", "norm_f") if hasattr(text, name))
     handle = last.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0][0]))
     output = model(input_ids=torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
     handle.remove()

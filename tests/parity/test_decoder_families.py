@@ -267,6 +267,23 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5, every fourth layer attends": ("qwen3_5", {"layer_types": None, "num_hidden_layers": 5}),
     "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "granite4": ("granite4", {}),
+    "granite4, dense, rotated, biases": (
+        "granite4",
+        {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+        },
+    ),
+    "granite4, steps limited": ("granite4", {"time_step_limit": [0.4, 0.9]}),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h, steps limited, biases, experts on a latent": (
+        "nemotron_h",
+        {"time_step_min": 0.5, "use_bias": True, "mlp_bias": True, "moe_latent_size": 32, "use_conv_bias": False},
+    ),
     "lfm2": ("lfm2", {}),
     "lfm2, biases, untied, width as it is": (
         "lfm2",

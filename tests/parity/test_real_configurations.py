@@ -26,7 +26,7 @@ AMBIGUOUS = "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"
 """Its `attn_factor` is ignored by transformers and applied by vLLM."""
 MAX_MODEL_LEN = 64
 LENGTHS = (61, 20)
-NUM_LAYERS = {"gemma3_text": 7, "smollm3": 5, "olmo3": 5, "exaone4": 5, "cohere2": 5}
+NUM_LAYERS = {"gemma3_text": 7, "smollm3": 5, "olmo3": 5, "exaone4": 5, "cohere2": 5, "qwen3_next": 4, "lfm2": 4, "granitemoehybrid": 6}
 """Past the first layer that is unlike the ones before; of the others two are enough."""
 FEWER_EXPERTS = {
     "num_experts": 16,
@@ -66,6 +66,12 @@ def _cut_text(text: Mapping[str, Any]) -> Settings:
         cut["hidden_size"] = (32 if "head_dim" in text else width // heads) * kept * heads // kv_heads
     else:
         cut["hidden_size"] = 64
+    if "full_attn_idxs" in text:
+        cut["full_attn_idxs"] = [layer for layer in text["full_attn_idxs"] if layer < cut["num_hidden_layers"]]
+        cut["block_ff_dim"] = 512
+    if "mamba_n_heads" in text:  # the width that the heads make up follows the model's
+        cut["mamba_n_heads"] = text["mamba_n_heads"] * cut["hidden_size"] // width
+        cut["shared_intermediate_size"] = 56
     if isinstance(text.get("sliding_window"), int):
         cut["sliding_window"] = 9
     cut |= {name: size for name, size in FEWER_EXPERTS.items() if text.get(name)}

@@ -53,6 +53,15 @@ def test_rows_and_text_of_a_tiny_model_equal_transformers(
     errors.check(recurrent=family in RECURRENT)
 
 
+@pytest.mark.parametrize("way", ["cold", "full prefix hit", "preempted and resumed", "among 32 others", "output tokens"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_recurrent_states_are_right_where_a_step_is_launched_before_the_last_one_has_ended(
+    family: str, way: str, tiny: Callable[[str], Subject], tmp_path: Path
+) -> None:
+    subject = tiny(family)
+    compare(subject, WAYS[way](Workbench(subject, tmp_path, overlap="on"))).check(recurrent=True)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_and_text_of_smollm2_equal_transformers(
     way: str, smollm2: Subject, measured: dict[tuple[str, str], Errors], tmp_path: Path

@@ -75,8 +75,10 @@ class Subject:
         return len(self.layers) - 2
 
     @property
-    def recurrent_layers(self) -> frozenset[int]:
-        return read_decoder_config(self.folder).recurrent_layers
+    def attending(self) -> list[int]:
+        """Layers with attention."""
+        config = read_decoder_config(self.folder)
+        return [layer for layer in range(self.num_layers) if layer not in config.recurrent_layers | config.without_mixer]
 
     @property
     def num_shared(self) -> int:
@@ -146,6 +148,7 @@ class Workbench:
     subject: Subject
     folder: Path
     packed_weights: Switch = "off"
+    overlap: Switch = "auto"
 
     @contextmanager
     def engine(self, **settings: object) -> Iterator[Session]:
@@ -165,6 +168,7 @@ class Workbench:
             "durability": "none",
             "poison": True,
             "packed_weights": self.packed_weights,
+            "overlap": self.overlap,
         }
         with OfflineEngine(EngineConfig(str(self.subject.folder), **{**defaults, **settings})) as offline:
             yield Session(offline, self.subject, self.folder)
@@ -341,7 +345,7 @@ def depth_limited(bench: Workbench) -> list[Saved]:
     prompt = bench.subject.known[0].prompt
     with bench.engine() as engine, _rows_per_layer() as rows:
         saved = engine.run(engine.request(prompt, layers=(0, middle)))
-    assert rows == {layer: len(prompt) for layer in range(middle) if layer not in bench.subject.recurrent_layers}
+    assert rows == {layer: len(prompt) for layer in bench.subject.attending if layer < middle}
     return saved
 
 
@@ -356,8 +360,7 @@ def depth_limited_among_others(bench: Workbench) -> list[Saved]:
             engine.request(prompts[1], salt="c"),
         )
     deep, shallow = len(prompts[1]), len(prompts[0]) + len(prompts[1])
-    attending = [layer for layer in range(subject.num_layers) if layer not in subject.recurrent_layers]
-    assert rows == {layer: shallow if layer < middle else deep for layer in attending}
+    assert rows == {layer: shallow if layer < middle else deep for layer in subject.attending}
     return saved
 
 

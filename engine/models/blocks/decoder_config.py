@@ -25,6 +25,8 @@ class MLPNames:
     down: str = "down_proj"
     gate: str | None = "gate_proj"
     prefix: str = "mlp"
+    fused: str = "gate_up_proj"
+    """Gate and up side by side, as some exporters write them."""
 
 
 class QKNorm(Enum):
@@ -48,11 +50,12 @@ class Scoring(Enum):
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """Weight names within a layer's attention."""
+    """Weight names of a layer's attention and within it."""
 
     output: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    prefix: str = "self_attn"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class DeltaNetConfig:
     value_dim: int
     num_taps: int
     """Of the convolution before it."""
+    prefix: str = "linear_attn"
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,23 @@ class ShortConvConfig:
 
     num_taps: int
     bias: bool
+    prefix: str = "conv"
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Mamba 2 (Granite 4, Nemotron-H)."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    num_taps: int
+    conv_bias: bool
+    bias: bool
+    """Of the products before and behind."""
+    step_limits: tuple[float, float]
+    prefix: str
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,8 @@ class SharedExpert:
 
     name: str
     intermediate_size: int
+    in_layer: bool = False
+    """Its modules are the layer's, not the MLP's (Granite 4)."""
     gated: bool = False
     """Its output is multiplied by sigmoid(w x), with a weight of its own for each model (Qwen2-MoE)."""
 
@@ -138,6 +161,10 @@ class ExpertsConfig:
     bias: bool = False
     """Of the router and of the experts."""
     clamp: ClampedGate | None = None
+    gated: bool = True
+    """False: an expert is down(activation(up(x))) (Nemotron-H)."""
+    latent_size: int | None = None
+    """Experts compute with a projection of the rows of this width (Nemotron 3)."""
     inputs_first: bool = False
     """Experts are stored in one tensor each, `[experts, inputs, outputs]`, the outputs of gate and up taking turns (GPT-OSS)."""
 
@@ -179,9 +206,12 @@ class DecoderConfig:
     attention: AttentionNames = AttentionNames()
     attention_gate: bool = False
     """What the heads give is multiplied by a sigmoid of the rows, whose weights are stored with those of the queries (Qwen3-Next)."""
-    recurrent: DeltaNetConfig | ShortConvConfig | None = None
+    recurrent: DeltaNetConfig | ShortConvConfig | MambaConfig | None = None
     recurrent_layers: frozenset[int] = frozenset()
     """Those with it in the place of attention."""
+    without_mixer: frozenset[int] = frozenset()
+    without_mlp: frozenset[int] = frozenset()
+    """Layers that are a half only (Nemotron-H)."""
     mlp: MLPNames = MLPNames()
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None

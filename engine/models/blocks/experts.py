@@ -17,8 +17,12 @@ _MOST_ROWS = 2048
 """Rows that are sorted by expert at a time; more make the copies of them large and the products no faster."""
 _NOT_ZERO = 1e-20
 """As DeepSeek's reference has it: a sum of sigmoids may be 0."""
-_PREFIXES = ("mlp", "block_sparse_moe")
+_PREFIXES = ("mlp", "block_sparse_moe", "mixer")
+_ROUTERS = ("router",)
+"""As transformers 5 holds it, whatever its published name is."""
 _EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_STACKED_NAMES = (("experts.gate_up_proj", "experts.down_proj"), ("experts.up_proj", "experts.down_proj"))
+_GRANITE_NAMES = "input_linear.weight", "output_linear.weight"
 
 
 class GroupedLinear(Protocol):
@@ -122,6 +126,7 @@ class SparseMLP:
     gate_up: GroupedLinear  # [2 * intermediate, width] per expert
     down: GroupedLinear  # [width, intermediate] per expert
     shared: SharedMLP | None
+    latent: tuple[Linear, Linear] | None = None  # [latent_size, width], [width, latent_size]
     rows_at_once: int = _MOST_ROWS
 
     @property
@@ -130,19 +135,23 @@ class SparseMLP:
         return self.gate_up.recordable
 
     def __call__(self, ops: Ops, normed: torch.Tensor) -> torch.Tensor:
-        rows, width = normed.shape
+        rows = normed if self.latent is None else self.latent[0](normed)
         chosen, weights = self.router(normed)  # [rows, k]
         by_expert, order = chosen.flatten().sort(stable=True)
         experts = torch.arange(self.router.config.num_experts, device=normed.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
-        states = normed.index_select(0, order // chosen.shape[1])  # [rows * k, width]
+        states = rows.index_select(0, order // chosen.shape[1])  # [rows * k, width]
         states = self.down(self._gate(ops, self.gate_up(states, ends)), ends)
-        of_rows = torch.empty_like(states).index_copy_(0, order, states).view(rows, -1, width)
+        of_rows = torch.empty_like(states).index_copy_(0, order, states).view(*chosen.shape, -1)
         mixed = torch.bmm(weights[:, None, :], of_rows).squeeze(1)
+        if self.latent is not None:
+            mixed = self.latent[1](mixed)
         return mixed if self.shared is None else mixed.add_(self.shared(ops, normed))
 
     def _gate(self, ops: Ops, gate_up: torch.Tensor) -> torch.Tensor:
         clamp = self.router.config.clamp
+        if not self.router.config.gated:
+            return ops.activate(self.activation, gate_up)
         if clamp is None:
             return ops.gate(self.activation, gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -152,15 +161,18 @@ class SparseMLP:
 
 def read_sparse_mlp(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, layer: str) -> SparseMLP:
     """Of the decoder layer whose modules begin with `layer`, by any of the names that its experts are stored with."""
-    prefix = next((f"{layer}.{name}" for name in _PREFIXES if f"{layer}.{name}.{experts.router}.weight" in reader), f"{layer}.mlp")
-    gate_up, down = _read_experts(reader, experts, config.model.hidden_size, f"{prefix}.experts")
-    router, shared = _read_router(reader, config, experts, prefix), _read_shared(reader, config, experts, prefix)
-    return SparseMLP(config.activation, router, gate_up, down, shared)
+    candidates = [(f"{layer}.{name}", router) for name in _PREFIXES for router in (experts.router, *_ROUTERS)]
+    prefix, router_name = next((pair for pair in candidates if f"{'.'.join(pair)}.weight" in reader), (f"{layer}.mlp", experts.router))
+    gate_up, down = _read_experts(reader, experts, experts.latent_size or config.model.hidden_size, prefix)
+    router, shared = (
+        _read_router(reader, config, experts, f"{prefix}.{router_name}", prefix),
+        _read_shared(reader, config, experts, prefix, layer),
+    )
+    return SparseMLP(config.activation, router, gate_up, down, shared, _read_latent(reader, config, experts, prefix))
 
 
-def _read_router(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, prefix: str) -> Router:
+def _read_router(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, router: str, prefix: str) -> Router:
     wide = torch.float32 if experts.wide_router else None
-    router = f"{prefix}.{experts.router}"
     weight = reader.tensor((experts.num_experts, config.model.hidden_size), [f"{router}.weight"], dtype=wide)
     bias = reader.tensor((experts.num_experts,), [f"{router}.bias"], dtype=wide) if experts.bias else None
     correction = None
@@ -169,31 +181,39 @@ def _read_router(reader: WeightReader, config: DecoderConfig, experts: ExpertsCo
     return Router(experts, weight, bias, correction)
 
 
-def _read_shared(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, prefix: str) -> SharedMLP | None:
+def _read_shared(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, prefix: str, layer: str) -> SharedMLP | None:
     shared = experts.shared
     if shared is None:
         return None
+    prefix = layer if shared.in_layer else prefix
     gate = reader.tensor((1, config.model.hidden_size), [f"{prefix}.{shared.name}_gate.weight"]) if shared.gated else None
     return SharedMLP(read_mlp(reader, config, f"{prefix}.{shared.name}", shared.intermediate_size), gate)
 
 
+def _read_latent(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, prefix: str) -> tuple[Linear, Linear] | None:
+    size, width, bias = experts.latent_size, config.model.hidden_size, config.mlp_bias
+    if size is None:
+        return None
+    down = reader.linear([f"{prefix}.fc1_latent_proj"], [size], width, bias=bias)
+    return down, reader.linear([f"{prefix}.fc2_latent_proj"], [width], size, bias=bias)
+
+
 def _read_experts(reader: WeightReader, experts: ExpertsConfig, width: int, prefix: str) -> tuple[GroupedLinear, GroupedLinear]:
-    """One by one, as they are published, or all in one tensor, as transformers 5 holds them."""
+    """One by one, as they are published, or all in one tensor, as transformers 5 holds them and Granite publishes them."""
     count, inner = experts.num_experts, experts.intermediate_size
-    gate_up, down = _Group(reader, count, 2 * inner, width), _Group(reader, count, width, inner)
-    if experts.inputs_first:
-        gate_up.read_stacked(f"{prefix}.gate_up_proj", inputs_first=True, bias=experts.bias)
-        down.read_stacked(f"{prefix}.down_proj", inputs_first=True, bias=experts.bias)
-        gate_up.part_outputs()
-        return gate_up.product(), down.product()
-    if f"{prefix}.gate_up_proj" in reader:
-        gate_up.read_stacked(f"{prefix}.gate_up_proj")
-        down.read_stacked(f"{prefix}.down_proj")
-        return gate_up.product(), down.product()
-    names = next((names for names in _EXPERT_NAMES if f"{prefix}.0.{names[0]}.weight" in reader), _EXPERT_NAMES[0])
+    heights = [inner, inner] if experts.gated else [inner]
+    gate_up, down = _Group(reader, count, sum(heights), width), _Group(reader, count, width, inner)
+    for first, second in (*_STACKED_NAMES, _GRANITE_NAMES):
+        if f"{prefix}.{first}" in reader:
+            gate_up.read_stacked(f"{prefix}.{first}", inputs_first=experts.inputs_first, bias=experts.bias)
+            down.read_stacked(f"{prefix}.{second}", inputs_first=experts.inputs_first, bias=experts.bias)
+            if experts.inputs_first:
+                gate_up.part_outputs()
+            return gate_up.product(), down.product()
+    names = next((names for names in _EXPERT_NAMES if f"{prefix}.experts.0.{names[1]}.weight" in reader), _EXPERT_NAMES[0])
     for expert in range(count):
-        gate, up, out = (f"{prefix}.{expert}.{name}.weight" for name in names)
-        gate_up.read(expert, [gate, up], [inner, inner])
+        gate, up, out = (f"{prefix}.experts.{expert}.{name}.weight" for name in names)
+        gate_up.read(expert, [gate, up] if experts.gated else [up], heights)
         down.read(expert, [out], [width])
     return gate_up.product(), down.product()
 

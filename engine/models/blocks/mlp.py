@@ -66,6 +66,6 @@ def read_mlp(reader: WeightReader, config: DecoderConfig, prefix: str, intermedi
     if names.gate is None:
         up = reader.linear([f"{prefix}.{names.up}"], [intermediate_size], width, bias=bias)
         return PlainMLP(config.activation, up, down, rows)
-    modules = reader.stored([f"{prefix}.{names.gate}", f"{prefix}.{names.up}"], f"{prefix}.gate_up_proj")
+    modules = reader.stored([f"{prefix}.{names.gate}", f"{prefix}.{names.up}"], f"{prefix}.{names.fused}")
     gate_up = reader.linear(modules, [intermediate_size, intermediate_size], width, bias=bias)
     return GatedMLP(config.activation, gate_up, down, rows)

@@ -7,8 +7,12 @@ from engine.errors import ModelError
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Put in by torch.compile, FSDP and activation checkpointing, at any depth."""
-_LEADING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?(?=(?:embed_tokens|layers|norm|embedding_norm)\.)")
+_LEADING = re.compile(
+    r"^(?:backbone\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?(?=(?:embed_tokens|embeddings|layers|norm|norm_f|embedding_norm)\.)"
+)
 _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(?=lm_head\.)")
+_OTHER_WORDS = {"model.embeddings.weight": "model.embed_tokens.weight", "model.norm_f.weight": "model.norm.weight"}
+"""Mamba's, which Nemotron-H has taken over."""
 _OTHER_MODALITIES = re.compile(
     r"^(?:model\.)?(?:visual|vision_tower|vision_model|vision_encoder|multi_modal_projector|image_newline|audio_tower|embed_vision)(?:\.|$)"
 )
@@ -22,7 +26,8 @@ def canonical_name(stored: str) -> str:
     name = _WRAPPERS.sub("", stored)
     if _HEAD.match(name):
         return _HEAD.sub("", name)
-    return _LEADING.sub("model.", name)
+    name = _LEADING.sub("model.", name)
+    return _OTHER_WORDS.get(name, name)
 
 
 def canonical_names(stored: Iterable[str], source: str) -> Mapping[str, str]:

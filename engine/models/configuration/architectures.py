@@ -34,6 +34,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "Lfm2ForCausalLM": "lfm2",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "NemotronHForCausalLM": "nemotron_h",
     "GptOssForCausalLM": "gpt_oss",
     # Base models: the same decoder, saved without its head.
     "LlamaModel": "llama",
@@ -64,6 +66,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "Lfm2Model": "lfm2",
     "Qwen3_5TextModel": "qwen3_5",
     "Qwen3_5MoeTextModel": "qwen3_5_moe",
+    "GraniteMoeHybridModel": "granitemoehybrid",
+    "NemotronHModel": "nemotron_h",
     "GptOssModel": "gpt_oss",
     # The spelling of the first Llama conversions.
     "LLaMAForCausalLM": "llama",
@@ -106,6 +110,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "lfm2": "lfm2",
     "qwen3_5": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
+    "granitemoehybrid": "granitemoehybrid",
+    "nemotron_h": "nemotron_h",
     "gpt_oss": "gpt_oss",
     "kimi_k2": "deepseek_v3",
     "gemma3_text": "gemma3",

@@ -32,8 +32,13 @@ def phi3(config: JsonObject) -> DecoderConfig:
 
 
 def granite(config: JsonObject) -> DecoderConfig:
+    return with_multipliers(llama(config), config)
+
+
+def with_multipliers(decoder: DecoderConfig, config: JsonObject) -> DecoderConfig:
+    """Granite's."""
     return replace(
-        llama(config),
+        decoder,
         embedding_scale=config.number("embedding_multiplier", 1.0),
         attention_scale=config.number("attention_multiplier", 1.0),
         residual_scale=config.number("residual_multiplier", 1.0),

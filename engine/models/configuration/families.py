@@ -16,7 +16,7 @@ from engine.models.checkpoints.hf_config import DEFAULT_DTYPE, JsonObject, named
 from engine.models.configuration import defaults, dense, hybrid, sparse
 from engine.models.configuration.architectures import find_family, text_settings
 from engine.models.configuration.end_tokens import eos_token_ids
-from engine.models.configuration.family import Family, num_layers
+from engine.models.configuration.family import Family
 
 REFUSED_SETTINGS: dict[str, tuple[object, ...]] = {
     "quantization_config": (None, {}),
@@ -40,12 +40,16 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     dtype = named_dtype(text) or named_dtype(config) or _stored_dtype(folder)
     tokens = text if text.get("eos_token_id") is not None else config
     model = replace(decoder.model, architecture=architecture, eos_token_ids=eos_token_ids(folder, tokens), checkpoint_dtype=dtype)
-    return replace(decoder, model=model, multimodal=text is not config, mtp_prefixes=(*decoder.mtp_prefixes, *_mtp_layers(text)))
+    return replace(
+        decoder,
+        model=model,
+        multimodal=text is not config,
+        mtp_prefixes=(*decoder.mtp_prefixes, *_mtp_layers(text, decoder.model.num_layers)),
+    )
 
 
-def _mtp_layers(config: JsonObject) -> list[str]:
-    """Of layers behind the decoder's, whose number has one of several names."""
-    first = num_layers(config)
+def _mtp_layers(config: JsonObject, first: int) -> list[str]:
+    """Of layers from `first` on, whose number has one of several names."""
     count = config.count("num_nextn_predict_layers", config.count("num_mtp_layers", 0))
     return [f"model.layers.{layer}." for layer in range(first, first + count)]
 
@@ -98,6 +102,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": Family(hybrid.qwen3_next, defaults.QWEN3_NEXT, applies=_PARTIAL),
     "qwen3_5": Family(hybrid.qwen3_5, defaults.QWEN3_5, applies=_PARTIAL),
     "qwen3_5_moe": Family(hybrid.qwen3_5_moe, defaults.QWEN3_5_MOE, applies=_PARTIAL),
+    "granitemoehybrid": Family(hybrid.granite4, defaults.GRANITE4),
+    "nemotron_h": Family(hybrid.nemotron_h, defaults.NEMOTRON_H),
     "lfm2": Family(hybrid.lfm2, defaults.LFM2),
     "gpt_oss": Family(sparse.gpt_oss, defaults.GPT_OSS),
     "minimax_m2": Family(sparse.minimax_m2, defaults.MINIMAX_M2, applies=_PARTIAL),

@@ -7,6 +7,7 @@ from engine.models.blocks.decoder_config import (
     DecoderConfig,
     DeltaNetConfig,
     ExpertsConfig,
+    MambaConfig,
     MLPNames,
     NormNames,
     QKNorm,
@@ -14,8 +15,9 @@ from engine.models.blocks.decoder_config import (
     ShortConvConfig,
 )
 from engine.models.checkpoints.hf_config import JsonObject
-from engine.models.configuration.family import num_layers, read_decoder, with_attention_bias
-from engine.models.configuration.sparse import qwen_experts
+from engine.models.configuration.dense import with_multipliers
+from engine.models.configuration.family import expect, num_layers, read_decoder, with_attention_bias
+from engine.models.configuration.sparse import deepseek_experts, qwen_experts, read_experts
 
 
 def qwen3_next(config: JsonObject) -> DecoderConfig:
@@ -55,6 +57,134 @@ def lfm2(config: JsonObject) -> DecoderConfig:
         mlp=MLPNames("w3", "w2", "w1", "feed_forward"),
         final_norm="model.embedding_norm",
     )
+
+
+def granite4(config: JsonObject) -> DecoderConfig:
+    """Attention rotates only where the configuration says so; without experts all rows go through the shared MLP alone."""
+    config = config.with_values(layer_types=_renamed(config.get("layer_types")))
+    if config.get("layer_types") is None:
+        config = config.with_values(layer_types=["linear_attention"] * num_layers(config))
+    recurrent = _layers_of(config, "linear_attention")
+    heads, inner = config.integer("mamba_n_heads"), config.integer("mamba_expand") * config.integer("hidden_size")
+    if config.get("mamba_d_head") in (None, "auto"):
+        config = config.with_values(mamba_d_head=inner // heads)
+    mamba = MambaConfig(
+        heads,
+        config.integer("mamba_d_head"),
+        config.integer("mamba_d_state"),
+        config.integer("mamba_n_groups"),
+        config.integer("mamba_d_conv"),
+        config.flag("mamba_conv_bias", True),
+        config.flag("mamba_proj_bias", False),
+        _step_limits(config),
+        "mamba",
+    )
+    _check_mamba(config, mamba)
+    count, size = num_layers(config), config.integer("shared_intermediate_size")
+    decoder = with_multipliers(with_attention_bias(read_decoder(_only_attention(config), (None,) * count), config), config)
+    rotates = config.text("position_embedding_type", "") == "rope"
+    experts = None
+    if config.count("num_local_experts", 0):
+        experts = read_experts(config, "intermediate_size", frozenset(range(count)), normalise=True)
+        experts = replace(experts, router="router.layer", shared=SharedExpert("shared_mlp", size, in_layer=True))
+    return replace(
+        decoder,
+        intermediate_size=size,
+        rope_of_layer=((0 if rotates else None),) * count,
+        recurrent=mamba,
+        recurrent_layers=recurrent,
+        mlp=MLPNames(down="output_linear", prefix="shared_mlp", fused="input_linear"),
+        experts=experts,
+    )
+
+
+def nemotron_h(config: JsonObject) -> DecoderConfig:
+    """Layers are halves: each is a Mamba layer, attention that doesn't rotate, an MLP, or experts."""
+    for name, value in (("residual_in_fp32", False), ("mamba_hidden_act", "silu"), ("sliding_window", None)):
+        expect(config, name, value)
+    kinds = _nemotron_layers(config)
+    config = config.with_values(num_hidden_layers=len(kinds))
+    if (head_dim := config.optional_integer("attention_head_dim")) is not None:
+        config = config.with_values(head_dim=head_dim)
+    mamba = MambaConfig(
+        config.integer("mamba_num_heads"),
+        config.integer("mamba_head_dim"),
+        config.integer("ssm_state_size"),
+        config.integer("n_groups"),
+        config.integer("conv_kernel"),
+        config.flag("use_conv_bias", True),
+        config.flag("use_bias", False),
+        (config.number("time_step_min"), float("inf")),
+        "mixer",
+    )
+    _check_mamba(config, mamba)
+    decoder = read_decoder(_only_attention(config), (None,) * len(kinds), activation="mlp_hidden_act", norm_eps="layer_norm_epsilon")
+    sparse, dense = _numbers(kinds, "moe"), _numbers(kinds, "mlp")
+    experts = None
+    if sparse:
+        size = config.integer("moe_shared_expert_intermediate_size")
+        experts = replace(
+            deepseek_experts(config.with_values(first_k_dense_replace=0)),
+            layers=sparse,
+            gated=False,
+            latent_size=config.optional_integer("moe_latent_size"),
+            shared=SharedExpert("shared_experts", size),
+        )
+    return replace(
+        decoder,
+        mlp_bias=config.flag("mlp_bias", False),
+        rope_of_layer=(None,) * len(kinds),
+        recurrent=mamba,
+        recurrent_layers=_numbers(kinds, "linear_attention"),
+        without_mixer=sparse | dense,
+        without_mlp=frozenset(range(len(kinds))) - sparse - dense,
+        attention=AttentionNames(prefix="mixer"),
+        mlp=MLPNames(gate=None, prefix="mixer"),
+        norms=NormNames("norm", None, "norm"),
+        experts=experts,
+        mtp_prefixes=("mtp.",),
+    )
+
+
+_NEMOTRON_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+
+
+def _nemotron_layers(config: JsonObject) -> list[str]:
+    """By `layers_block_type`, or by a letter for each layer."""
+    kinds, pattern = _renamed(config.get("layers_block_type")), config.text("hybrid_override_pattern", "")
+    if kinds is None:
+        kinds = [_NEMOTRON_LETTERS.get(letter) for letter in pattern]
+    if not isinstance(kinds, list) or not kinds or not set(kinds) <= set(_NEMOTRON_LETTERS.values()):
+        raise config.error("layers_block_type must name linear_attention, full_attention, mlp or moe for every layer")
+    return [str(kind) for kind in kinds]
+
+
+def _renamed(kinds: object) -> object:
+    """Layer types by the names that transformers 5 gives them."""
+    names = {"mamba": "linear_attention", "attention": "full_attention"}
+    return [names.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds] if isinstance(kinds, list) else kinds
+
+
+def _numbers(kinds: list[str], kind: str) -> frozenset[int]:
+    return frozenset(layer for layer, named in enumerate(kinds) if named == kind)
+
+
+def _step_limits(config: JsonObject) -> tuple[float, float]:
+    limits = config.get("time_step_limit")
+    if limits is None:
+        return 0.0, float("inf")
+    # As transformers writes what JSON has no number for.
+    numbers = [limit.get("__float__") if isinstance(limit, dict) else limit for limit in limits] if isinstance(limits, list) else []
+    try:
+        low, high = (float(str(number)) for number in numbers)
+    except ValueError:
+        raise config.error("time_step_limit must be two numbers") from None
+    return low, high
+
+
+def _check_mamba(config: JsonObject, mamba: MambaConfig) -> None:
+    if mamba.num_heads % mamba.num_groups:
+        raise config.error(f"{mamba.num_heads} Mamba heads can't be shared out over {mamba.num_groups} groups")
 
 
 def _delta_net(config: JsonObject) -> DecoderConfig:

@@ -33,7 +33,7 @@ def qwen3_moe(config: JsonObject) -> DecoderConfig:
 def mixtral(config: JsonObject) -> DecoderConfig:
     slides = config.get("sliding_window") is not None
     windows = read_windows(config, [slides] * num_layers(config), may_differ=False)
-    experts = _experts(config, "intermediate_size", frozenset(range(num_layers(config))), normalise=True)
+    experts = read_experts(config, "intermediate_size", frozenset(range(num_layers(config))), normalise=True)
     return replace(read_decoder(config, windows), experts=experts)
 
 
@@ -53,7 +53,7 @@ def minimax_m2(config: JsonObject) -> DecoderConfig:
     expect(config, "shared_intermediate_size", 0)
     expect(config, "attn_type_list", [1] * num_layers(config))
     layers = frozenset(range(num_layers(config)))
-    experts = _experts(config, "intermediate_size", layers, normalise=True, scoring=Scoring.SIGMOID)
+    experts = read_experts(config, "intermediate_size", layers, normalise=True, scoring=Scoring.SIGMOID)
     experts = replace(experts, correction="e_score_correction_bias")
     return replace(read_decoder(config, no_windows(config)), qk_norm=QKNorm.ALL_HEADS, experts=experts)
 
@@ -63,7 +63,7 @@ def gpt_oss(config: JsonObject) -> DecoderConfig:
     decoder = with_attention_bias(read_decoder(config, windows), config)
     clamp = ClampedGate(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0))
     experts = replace(
-        _experts(config, "intermediate_size", frozenset(range(num_layers(config))), normalise=True),
+        read_experts(config, "intermediate_size", frozenset(range(num_layers(config))), normalise=True),
         router="router",
         bias=True,
         clamp=clamp,
@@ -116,7 +116,7 @@ def deepseek_experts(config: JsonObject, scoring: Scoring = Scoring.SIGMOID) -> 
     layers = frozenset(range(config.count("first_k_dense_replace", 0), num_layers(config)))
     inner, num_shared = config.integer("moe_intermediate_size"), config.count("n_shared_experts", 0)
     experts = replace(
-        _experts(config, "moe_intermediate_size", layers, normalise=config.flag("norm_topk_prob", True), scoring=scoring),
+        read_experts(config, "moe_intermediate_size", layers, normalise=config.flag("norm_topk_prob", True), scoring=scoring),
         scale=config.number("routed_scaling_factor", 1.0),
         num_groups=config.integer("n_group", 1),
         num_chosen_groups=config.integer("topk_group", 1),
@@ -139,10 +139,10 @@ def qwen_experts(config: JsonObject) -> ExpertsConfig:
     if step < 1:
         raise config.error(f"decoder_sparse_step ({step}) must be at least 1")
     layers = frozenset(layer for layer in range(num_layers(config)) if layer not in dense and (layer + 1) % step == 0)
-    return _experts(config, "moe_intermediate_size", layers, normalise=config.flag("norm_topk_prob", False))
+    return read_experts(config, "moe_intermediate_size", layers, normalise=config.flag("norm_topk_prob", False))
 
 
-def _experts(
+def read_experts(
     config: JsonObject, size: str, layers: frozenset[int], *, normalise: bool, scoring: Scoring = Scoring.SOFTMAX
 ) -> ExpertsConfig:
     """`size` is the name of the setting."""
