@@ -52,6 +52,8 @@ class EngineInfo:
     """Whether compiled kernels run, or why not."""
     packed_weights: str = ""
     """Whether weights are packed, and why."""
+    self_check: str = ""
+    """The outcome of the model's self-check at start."""
     cuda_graphs: str = ""
     """How many decoding steps are recorded as graphs, or why none are."""
 

@@ -23,6 +23,7 @@ from engine.device.resolve import dtype_name, resolve_device, resolve_dtype, use
 from engine.errors import ConfigError
 from engine.execution.recording import GraphRecording, recorder_for
 from engine.execution.runner import ModelRunner, caches_of
+from engine.execution.self_check import check_model
 from engine.models.base import Model, ModelConfig
 from engine.models.blocks.linear import choose_linears
 from engine.models.blocks.ops import NativeOps
@@ -76,7 +77,27 @@ def build_engine(
     linears, packed_reason = choose_linears(config.packed_weights, dtype, device)
     model = load_model(folder, device=device, dtype=dtype, max_model_len=max_model_len, ops=ops, linears=linears, progress=progress)
     parts = assemble(model, config, on_save, max_model_len=max_model_len, threads=threads, kernels=kernels)
-    return replace(parts, info=replace(parts.info, native_kernels=kernels_reason, packed_weights=packed_reason))
+    info = replace(
+        parts.info, native_kernels=kernels_reason, packed_weights=packed_reason, self_check=_self_check(parts, config, model.dtype)
+    )
+    return replace(parts, info=info)
+
+
+def _self_check(parts: EngineParts, config: EngineConfig, dtype: torch.dtype) -> str:
+    """Its outcome. Raises `ConfigError` where it fails."""
+    if not config.self_check:
+        return "off"
+    model = parts.info.model
+    error = check_model(
+        parts.core.runner,
+        parts.core.kv,
+        num_layers=model.num_layers,
+        vocab_size=model.vocab_size,
+        max_model_len=parts.info.max_model_len,
+        dtype=dtype,
+    )
+    which = "rows differ by at most" if dtype == torch.float32 else "the median row differs by"
+    return f"passed: {which} {error:.1e} between a prompt computed at once and in parts"
 
 
 def assemble(

@@ -63,6 +63,8 @@ class EngineConfig:
     durability: Durability = "file"
     checksum: Checksum = "none"
     umask: int = 0o022
+    self_check: bool = True
+    """At start a short prompt is computed in two ways, which must agree."""
     poison: bool = False
     """Fills blocks and pages whose contents are dead with NaN, so that a read of them can't go unnoticed (for tests)."""
 

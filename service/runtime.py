@@ -302,6 +302,7 @@ def _log_start(services: Services) -> None:
     log.info("CUDA graphs: %s", info.cuda_graphs)
     log.info("native kernels: %s", info.native_kernels)
     log.info("packed weights: %s", info.packed_weights)
+    log.info("self-check: %s", info.self_check)
     log.info("default layers %s of %d, hidden size %d", layers, info.model.num_layers, info.model.hidden_size)
     log.info(
         "the KV cache holds %d tokens in blocks of %d, the state cache %d rows in pages of %d, a step at most %d tokens",

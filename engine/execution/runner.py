@@ -1,6 +1,6 @@
 """Runs one step's arrays through the model: captured rows to their pages, logits of sampled rows, scores of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from engine.device.streams import SingleStreamCheck
 from engine.execution.graphs import DecodeGraphs, GraphRunner
 from engine.execution.recurrent import RecurrentCache, RecurrentStates
 from engine.execution.step_input import CaptureInput, ScoreInput, StepInput
+from engine.layers import LayerId
 from engine.models.base import ForwardBatch, Model
 from engine.sampling.logprobs import TokenScores, joined, score
 
@@ -108,6 +109,20 @@ class ModelRunner:
             self._sink.discard()
             raise
 
+    def states(self, step: StepInput) -> dict[LayerId, torch.Tensor]:
+        """All layers' states of a step's rows, and those of "norm": `[rows, width]` float32 on the host each. Nothing is captured."""
+        states: dict[LayerId, torch.Tensor] = {}
+
+        def keep(layer: LayerId, hidden: torch.Tensor) -> None:
+            states[layer] = hidden.float().cpu()
+
+        groups = [(self._attention_cache(number), group) for number, group in step.groups.items()]
+        keep(
+            "norm",
+            self._model.final_norm(self._model.forward(self._forward_batch(step, StepArrays(step, self._model.device), groups, keep))),
+        )
+        return states
+
     def _replay(
         self, step: StepInput, arrays: StepArrays, groups: Sequence[GroupStep], given: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, list[TokenScores]] | None:
@@ -121,7 +136,12 @@ class ModelRunner:
     def _forward(
         self, step: StepInput, arrays: StepArrays, groups: Sequence[GroupStep], given: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, list[TokenScores]]:
-        hidden = self._model.forward(self._forward_batch(step, arrays, groups, given))
+        def capture(layer: int, hidden: torch.Tensor) -> None:
+            wanted = step.captures.get(layer)
+            if wanted is not None:
+                self._put(wanted, hidden, arrays)
+
+        hidden = self._model.forward(self._forward_batch(step, arrays, groups, capture, given))
         norm = step.captures.get("norm")
         if norm is not None:
             self._sink.put(self._model.final_norm(_select(norm, hidden, arrays)), torch.from_numpy(norm.slots))
@@ -131,12 +151,14 @@ class ModelRunner:
             logits = self._model.logits(self._model.final_norm(hidden.index_select(0, arrays[step.sampled_rows])))
         return logits, scores
 
-    def _forward_batch(self, step: StepInput, arrays: StepArrays, groups: Sequence[GroupStep], given: torch.Tensor | None) -> ForwardBatch:
-        def capture(layer: int, hidden: torch.Tensor) -> None:
-            wanted = step.captures.get(layer)
-            if wanted is not None:
-                self._put(wanted, hidden, arrays)
-
+    def _forward_batch(
+        self,
+        step: StepInput,
+        arrays: StepArrays,
+        groups: Sequence[GroupStep],
+        capture: Callable[[int, torch.Tensor], None],
+        given: torch.Tensor | None = None,
+    ) -> ForwardBatch:
         return ForwardBatch(
             token_ids=arrays[step.token_ids] if given is None else given,
             positions=arrays[step.positions],

@@ -62,6 +62,7 @@ class Settings(BaseSettings):
     attention: AttentionName = _option("auto", "Model", "attention backend; auto selects the first that can run")
     cuda_graphs: Switch = _option("auto", "Model", "replay decoding steps as CUDA graphs")
     overlap: Switch = _option("auto", "Model", "on a GPU, launch a decoding step before the previous one's tokens are read")
+    self_check: bool = _option(True, "Model", "compute a short prompt in two ways at start; the service starts only if they agree")
     native_kernels: Switch = _option("auto", "Model", "compiled kernels on a CPU; auto uses them if a C compiler can build them")
     packed_weights: Switch = _option("auto", "Model", "pack weights for oneDNN on a CPU; auto times both variants at start")
     trim_last_layer: bool = _option(
@@ -286,6 +287,7 @@ def engine_config(settings: Settings, folder: Path, umask: int) -> EngineConfig:
         cuda_graphs=settings.cuda_graphs,
         overlap=settings.overlap,
         native_kernels=settings.native_kernels,
+        self_check=settings.self_check,
         packed_weights=settings.packed_weights,
         trim_last_layer=settings.trim_last_layer,
         threads=settings.threads,

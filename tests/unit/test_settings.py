@@ -53,6 +53,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "state_page_size": 32,
         "kv_cache_tokens": None,
         "kv_cache_memory": None,
+        "self_check": True,
         "snapshot_distance": 1024,
         "recurrent_state_memory": None,
         "state_cache_memory": None,
