@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.models.loader import read_model_config
 from tests.parity.conftest import randomise
 from tests.parity.exact import in_float64, known_rows
+from tests.parity.models_table import DOCUMENT, table
 from tests.parity.test_checkpoint_forms import QWEN_VISION, VISION
 from tests.parity.test_decoder_families import compare, load, prompts, run
 
@@ -142,3 +143,7 @@ def test_a_setting_that_transformers_ignores_and_vllm_applies_is_refused_with_bo
     del rope["attn_factor"]
     check_rows(tmp_path, config | {"rope_scaling": rope})
     check_rows(tmp_path, config | {"rope_scaling": {**rope, "attention_factor": 1.0}})
+
+
+def test_the_table_of_models_is_what_the_code_says() -> None:
+    assert DOCUMENT.read_text() == table(), "write it anew with: python -m tests.parity.models_table"
