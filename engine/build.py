@@ -127,6 +127,9 @@ def assemble(
     sink = _sink(states, batch_tokens, device)
     # After all else that takes memory of the device: this takes a share of what is left.
     specs = group_layers(model.cache_layers(), block_size, dtype, config.snapshot_distance)
+    for spec in specs:
+        if spec.border is not None and not spec.is_recurrent and spec.border % block_size:
+            raise ConfigError(f"the model attends in chunks of {spec.border} tokens, of which --block-size {block_size} must be a divisor")
     attending = [spec for spec in specs if not spec.is_recurrent]
     workspace_bytes = attention.backend.workspace_bytes(attending, max_model_len, batch_tokens)
     recording = GraphRecording(

@@ -72,6 +72,8 @@ def random_model(shape: ModelShape, device: torch.device) -> Decoder:
                 all_heads_norms=None,
                 output=DenseLinear(matrix(shape.width, queries)),
                 gated=False,
+                normed_after=None,
+                temperature=None,
             ),
             after_attention=None,
             before_mlp=norm(),

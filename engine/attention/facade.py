@@ -65,6 +65,9 @@ class GroupInput:
     """The block of each block_size positions from position 0 on. The null block stands before a sliding window, behind a sequence's
     end, and for sequences that have no blocks in this group; it must not be read."""
     slots: IntArray  # [rows], block * block_size + position % block_size; 0 for rows without a block
+    rows: StepRows | None = None
+    """Of chunked local attention: the step's rows counted from the beginning of each sequence's chunk, as the tables are. Within one step a
+    sequence stays in one chunk, so to a backend this is plain causal attention. None: the step's rows as they are."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ behind may have none there.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -17,8 +18,18 @@ Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
 
-def plan_group(rows: StepRows, tables: Sequence[IntArray], block_size: int) -> GroupInput:
-    """One group's part of a step. `tables` name each sequence's blocks: as many as it has there, in excess or none."""
+def plan_group(rows: StepRows, tables: Sequence[IntArray], block_size: int, chunk: int | None = None) -> GroupInput:
+    """One group's part of a step. `tables` name each sequence's blocks: as many as it has there, in excess or none.
+
+    `chunk`: positions of a chunk of local attention, a multiple of the block size.
+    """
+    if chunk is not None:
+        begins = rows.starts - rows.starts % chunk
+        assert (rows.ends - begins <= chunk).all(), "a step of a sequence goes beyond its chunk"
+        own = StepRows(rows.starts - begins, rows.counts)
+        firsts = (begins // block_size).tolist()
+        given = plan_group(own, [table[first:] for table, first in zip(tables, firsts, strict=True)], block_size)
+        return replace(given, rows=own)
     used = _num_blocks(rows.ends, block_size)
     blocks = np.zeros((len(tables), int(used.max(initial=0))), np.int64)  # of null blocks, which cost nothing until they are written
     for row, table, count in zip(blocks, tables, used.tolist(), strict=True):
@@ -40,7 +51,8 @@ class GroupIndex:
     """One KV group's part of a step as its layers ask for it. Everything is derived when it is first asked for."""
 
     def __init__(self, rows: StepRows, given: GroupInput, block_size: int, num_padding: int = 0) -> None:
-        """`num_padding`: so many sequences at the end of `rows` are padding of which the input knows nothing.
+        """`rows`: the step's, or the group's own. `num_padding`: so many sequences at the end
+        of `rows` are padding of which the input knows nothing.
 
         They write into the null block, and read what they wrote there.
         """

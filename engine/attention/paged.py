@@ -34,13 +34,16 @@ class Step:
     @classmethod
     def of(cls, rows: StepRows, groups: Sequence[GroupStep], fixed: FixedShape | None) -> "Step":
         if fixed is None:
-            return cls(rows, [GroupIndex(rows, given, cache.block_size) for cache, given in groups])
+            return cls(rows, [GroupIndex(given.rows or rows, given, cache.block_size) for cache, given in groups])
         num_padding = fixed.num_sequences - len(rows.starts)
         assert num_padding >= 0, "more sequences than the fixed shape has"
         assert (rows.counts == 1).all(), "a fixed shape is for single rows"
         assert (rows.starts < fixed.max_len).all(), "a sequence is longer than the fixed shape"
         padded = pad_rows(rows, num_padding)
-        indexes = [GroupIndex(padded, given, cache.block_size, num_padding) for cache, given in groups]
+        indexes = [
+            GroupIndex(padded if given.rows is None else pad_rows(given.rows, num_padding), given, cache.block_size, num_padding)
+            for cache, given in groups
+        ]
         assert all(index.num_sequences == fixed.num_sequences for index in indexes), "a sequence of a fixed shape lacks blocks"
         return cls(padded, indexes)
 

@@ -82,7 +82,7 @@ class SdpaContext:
 
     def __init__(self, backend: SdpaBackend, rows: StepRows, groups: Sequence[GroupStep]) -> None:
         self._rows = rows
-        prepared = [_Group(backend, cache, GroupIndex(rows, given, cache.block_size)) for cache, given in groups]
+        prepared = [_Group(backend, cache, GroupIndex(given.rows or rows, given, cache.block_size)) for cache, given in groups]
         self._layers = {layer: (group, number) for group in prepared for number, layer in enumerate(group.cache.layers)}
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:

@@ -24,8 +24,7 @@ class CacheGroup:
 
     def first_needed_block(self, position: int) -> int:
         """The first block that a query at `position` can see."""
-        window = self.spec.kind.window
-        return 0 if window is None else max(0, position - window + 1) // self.spec.block_size
+        return self.spec.kind.first_seen(position) // self.spec.block_size
 
     def _fill_with_nan(self, blocks: IntArray) -> None:
         for tensor in self.tensors:

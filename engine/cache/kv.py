@@ -16,7 +16,7 @@ from engine.cache.block_table import BlockTable
 from engine.cache.chain import HashChain
 from engine.cache.groups import CacheGroup
 from engine.cache.pool import NULL_BLOCK, BoolArray, IntArray, PoolStats
-from engine.cache.spec import NUM_SPARES
+from engine.cache.spec import NUM_SPARES, LayerKV
 
 
 @dataclass
@@ -154,8 +154,8 @@ class KVCache:
         for index, group in used:
             table, size = tables.blocks[index], group.spec.block_size
             _drop_before(group, table, group.first_needed_block(start if computed is None else computed))
-            if group.spec.is_recurrent:
-                end = min(end, start - start % size + size)
+            if group.spec.border is not None:
+                end = min(end, start - start % group.spec.border + group.spec.border)
             room = group.pool.num_available - tables.num_spares_missing(index, group)
             if room < 0:
                 return start
@@ -258,21 +258,24 @@ def _longest(group: CacheGroup, chain: HashChain, depth: int, limit: int) -> int
 
 def _window_is_cached(group: CacheGroup, chain: HashChain, depth: int, lengths: IntArray) -> BoolArray:
     """Of prefix lengths, longest first: whether the group has every block that the next position can see."""
-    size, window = group.spec.block_size, group.spec.kind.window
-    assert window is not None
+    size = group.spec.block_size
     cached = group.pool.find(chain.links(0, int(lengths[0]) // size), depth=depth)[:, 0] != NULL_BLOCK
     num_cached = np.concatenate([[0], cached.cumsum()])  # [blocks + 1]: of the blocks before this one
     ends = lengths // size
-    firsts = np.maximum(0, lengths - window + 1) // size
+    firsts = np.array([group.first_needed_block(length) for length in lengths.tolist()], np.int64)
     complete: BoolArray = num_cached[ends] - num_cached[firsts] == ends - firsts
     return complete
 
 
 def _steady_end(group: CacheGroup, table: BlockTable) -> int:
     """Positions before it have their blocks, and see every block that is held."""
-    size, window = group.spec.block_size, group.spec.kind.window
-    end = len(table) * size
-    return end if window is None else min(end, (table.num_dropped + 1) * size + window - 1)
+    size, kind = group.spec.block_size, group.spec.kind
+    end, first = len(table) * size, table.num_dropped * size
+    if kind.window is None:
+        return end
+    if isinstance(kind, LayerKV) and kind.chunked:
+        return min(end, (first // kind.window + 1) * kind.window)
+    return min(end, first + size + kind.window - 1)
 
 
 def _drop_before(group: CacheGroup, table: BlockTable, first: int) -> int:

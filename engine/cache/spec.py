@@ -19,8 +19,16 @@ class LayerKV:
     head_dim: int
     window: int | None = None
     """Sliding window: a query at position p sees keys at p - window + 1 … p. None: all of them."""
+    chunked: bool = False
+    """Chunked local attention: a query sees the keys of its own chunk of `window` positions, up to itself, and none before."""
     value_dim: int | None = None
     """The values are the first so many numbers of the keys (latent attention). None: values of their own, as wide as keys."""
+
+    def first_seen(self, position: int) -> int:
+        """The earliest position that a query at `position` sees."""
+        if self.window is None:
+            return 0
+        return position - position % self.window if self.chunked else max(0, position - self.window + 1)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,10 @@ class LayerRecurrent:
     parts: tuple[StatePart, ...]
     window: ClassVar[int] = 2
     """As if it were attention to two positions: the next one starts from the state behind the one before."""
+
+    def first_seen(self, position: int) -> int:
+        """See `LayerKV.first_seen`."""
+        return max(0, position - 1)
 
 
 LayerCache = LayerKV | LayerRecurrent
@@ -66,6 +78,13 @@ class KVSpec:
         return isinstance(self.kind, LayerRecurrent)
 
     @property
+    def border(self) -> int | None:
+        """Steps of a sequence end at multiples of it: at snapshots, and where chunks of local attention end."""
+        if isinstance(self.kind, LayerRecurrent):
+            return self.block_size
+        return self.kind.window if self.kind.chunked else None
+
+    @property
     def kv(self) -> LayerKV:
         """The kind, of layers with attention."""
         assert isinstance(self.kind, LayerKV)
@@ -83,6 +102,8 @@ class KVSpec:
         """For people."""
         if isinstance(self.kind, LayerRecurrent):
             return "recurrent states"
+        if self.kind.chunked:
+            return f"keys and values, chunks of {self.kind.window}"
         latent = "latents" if self.kind.value_dim is not None else "keys and values"
         return latent if self.kind.window is None else f"{latent}, window of {self.kind.window}"
 

@@ -126,7 +126,7 @@ def _token_ids(chunks: Sequence[Chunk]) -> IntArray:
 
 def _groups(chunks: Sequence[Chunk], rows: StepRows, kv: KVCache, rows_at_layer: Sequence[int]) -> dict[int, GroupInput]:
     return {
-        number: plan_group(rows, [chunk.sequence.tables.blocks[number].array for chunk in chunks], group.spec.block_size)
+        number: plan_group(rows, [chunk.sequence.tables.blocks[number].array for chunk in chunks], group.spec.block_size, group.spec.border)
         for number, group in enumerate(kv.groups)
         if rows_at_layer[group.spec.layers[0]] and not group.spec.is_recurrent
     }

@@ -53,6 +53,8 @@ class AttentionOptions:
     window: int | None = None
     soft_cap: float | None = None
     """logits = cap * tanh(logits / cap), as in Gemma 2."""
+    chunk: int | None = None
+    """Chunked local attention, of so many positions: backends are given rows and tables that begin with each sequence's chunk."""
     sinks: torch.Tensor | None = None
     """`[heads]` float32: a logit per head that takes its share of the softmax and has no value, as in GPT-OSS."""
 

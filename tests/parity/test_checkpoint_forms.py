@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedModel,
@@ -241,6 +243,12 @@ MULTIMODAL: Mapping[str, Callable[[], PreTrainedModel]] = {
             vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0]},
         )
     ),
+    "Llama4ForConditionalGeneration": lambda: Llama4ForConditionalGeneration(
+        Llama4Config(
+            text_config=_text("llama4", no_rope_layers=[]),
+            vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128, "image_size": 28},
+        )
+    ),
     "Qwen3_5ForConditionalGeneration": lambda: Qwen3_5ForConditionalGeneration(
         Qwen3_5Config(text_config=_text("qwen3_5", rope_parameters=QUARTER_MROPE), vision_config=QWEN_VISION)
     ),
@@ -261,7 +269,8 @@ def test_the_text_part_of_a_multimodal_checkpoint_gives_its_rows(name: str, tmp_
     reference.save_pretrained(tmp_path)
     [sequence] = prompts((20,))
     model = load(tmp_path)
-    compare(model, run(model, [sequence]), [known_rows(reference, sequence, in_float64(reference))]).check(recurrent="Qwen3_5" in name)
+    text = reference.language_model if name.startswith("Llama4") else reference
+    compare(model, run(model, [sequence]), [known_rows(text, sequence, in_float64(text))]).check(recurrent="Qwen3_5" in name)
     assert model.config.architecture == name
 
 

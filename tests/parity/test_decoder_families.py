@@ -84,6 +84,9 @@ def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opt
     hidden = distance < 0
     if options.window is not None:
         hidden |= distance >= options.window
+    if options.chunk is not None:
+        chunks = torch.arange(len(query)) // options.chunk
+        hidden |= chunks[:, None] != chunks
     scores = scores.masked_fill(hidden, float("-inf"))
     if options.sinks is not None:
         scores = torch.cat([scores, options.sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
@@ -288,6 +291,18 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "lfm2, biases, untied, width as it is": (
         "lfm2",
         {"conv_bias": True, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
+    ),
+    "llama4": ("llama4", {}),
+    "llama4, no chunks, no norms, all layers sparse": (
+        "llama4",
+        {
+            "attention_chunk_size": None,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "interleave_moe_layer_step": 1,
+            "attention_bias": True,
+            "num_experts_per_tok": 1,
+        },
     ),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss, no biases, layer types": (

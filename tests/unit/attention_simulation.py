@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def options(self) -> AttentionOptions:
-        return AttentionOptions(0.3, self.window, self.soft_cap, self.sink_scores.float() if self.sinks else None)
+        return AttentionOptions(0.3, self.window, self.soft_cap, sinks=self.sink_scores.float() if self.sinks else None)
 
     @property
     def sink_scores(self) -> torch.Tensor:

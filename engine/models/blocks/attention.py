@@ -6,7 +6,7 @@ import torch
 
 from engine.cache.spec import LayerKV
 from engine.models.base import AttentionOptions, ForwardBatch
-from engine.models.blocks.decoder_config import DecoderConfig, QKNorm
+from engine.models.blocks.decoder_config import AttentionTemperature, DecoderConfig, QKNorm
 from engine.models.blocks.linear import Linear
 from engine.models.blocks.norm import RMSNorm
 from engine.models.blocks.ops import Ops
@@ -28,12 +28,15 @@ class Attention:
     output: Linear  # [width, heads * head_dim]
     gated: bool
     """Behind the values come gates, [heads * head_dim]: what the heads give is multiplied by their sigmoid."""
+    normed_after: RMSNorm | None  # of queries and keys once they are rotated, weight [head_dim]
+    temperature: AttentionTemperature | None
     recordable: bool = True
 
     @property
     def cache(self) -> LayerKV:
         """What the layer keeps."""
-        return LayerKV(self.num_kv_heads, self.head_dim, self.options.window)
+        chunk = self.options.chunk
+        return LayerKV(self.num_kv_heads, self.head_dim, chunk or self.options.window, chunked=chunk is not None)
 
     def mix(self, layer: int, ops: Ops, normed: torch.Tensor, angles: RotaryAngles | None, batch: ForwardBatch) -> torch.Tensor:
         """What the heads give, `[rows, heads * head_dim]`, of normed rows `[rows, width]`, which aren't written."""
@@ -43,7 +46,13 @@ class Attention:
         if self.all_heads_norms is not None:
             queries_and_keys = self._normed_together(ops, queries_and_keys, self.all_heads_norms)
         rotated = ops.rotate(queries_and_keys, angles, self.head_norm)  # [rows, heads + kv_heads, head_dim]
+        if self.normed_after is not None and angles is not None:
+            rotated = self.normed_after(rotated)
         queries, keys = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        if self.temperature is not None and angles is None:
+            positions = batch.positions[: len(normed), None, None].float()
+            scales = (positions + 1).div_(self.temperature.every).floor_().log1p_().mul_(self.temperature.scale).add_(1)
+            queries = (queries * scales).to(normed.dtype)
         end = rotated_heads + self.num_kv_heads
         mixed = batch.attention.attend(layer, queries, keys, qkv[:, rotated_heads:end], self.options)
         return (mixed.mul_(qkv[:, end:].sigmoid()) if self.gated else mixed).flatten(1)
@@ -60,17 +69,23 @@ def read_attention(reader: WeightReader, config: DecoderConfig, index: int, pref
     names, modules = config.attention, reader.stored([f"{prefix}.{part}_proj" for part in "qkv"], f"{prefix}.qkv_proj")
     sinks = reader.tensor((heads,), [f"{prefix}.sinks"], dtype=torch.float32) if config.attention_sinks else None
     heights = [heads * size * (2 if config.attention_gate else 1), kv_heads * size, kv_heads * size]
+    window = config.windows[index]
+    chunk, window = (window, None) if config.chunked else (None, window)
+    options = AttentionOptions(config.attention_scale, window, config.attention_soft_cap, chunk, sinks)
+    ones = torch.ones(size, dtype=reader.dtype, device=reader.device)
     order = _gated_order(config) if config.attention_gate else _order(config, heads + kv_heads)
     return Attention(
         heads,
         kv_heads,
         size,
-        AttentionOptions(config.attention_scale, config.windows[index], config.attention_soft_cap, sinks),
+        options,
         qkv=reader.linear(modules, heights, width, bias=config.qkv_bias, order=order),
         head_norm=_head_norm(reader, config, prefix) if config.qk_norm is QKNorm.HEAD else None,
         all_heads_norms=_all_heads_norms(reader, config, prefix) if config.qk_norm is QKNorm.ALL_HEADS else None,
         output=reader.linear([f"{prefix}.{names.output}"], [width], heads * size, bias=config.output_bias),
         gated=config.attention_gate,
+        normed_after=RMSNorm(ones, config.norm_eps) if config.qk_norm is QKNorm.AFTER_ROTATION else None,
+        temperature=config.temperature,
     )
 
 

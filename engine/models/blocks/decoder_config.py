@@ -35,6 +35,8 @@ class QKNorm(Enum):
     NONE = auto()
     HEAD = auto()
     """Each head by itself; all have the same weight."""
+    AFTER_ROTATION = auto()
+    """Each head by itself, without a weight, after it is rotated, where it is (Llama 4)."""
     ALL_HEADS = auto()
     """All heads of the queries together, and all of the keys."""
 
@@ -56,6 +58,14 @@ class AttentionNames:
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     prefix: str = "self_attn"
+
+
+@dataclass(frozen=True)
+class AttentionTemperature:
+    """Queries are multiplied by 1 + scale * ln(1 + floor((position + 1) / every)) (Llama 4)."""
+
+    scale: float
+    every: int
 
 
 @dataclass(frozen=True)
@@ -165,8 +175,12 @@ class ExpertsConfig:
     """False: an expert is down(activation(up(x))) (Nemotron-H)."""
     latent_size: int | None = None
     """Experts compute with a projection of the rows of this width (Nemotron 3)."""
+    weighs_inputs: bool = False
+    """Weights multiply what experts are given instead of what they give (Llama 4)."""
     inputs_first: bool = False
-    """Experts are stored in one tensor each, `[experts, inputs, outputs]`, the outputs of gate and up taking turns (GPT-OSS)."""
+    """Experts are stored in one tensor each, `[experts, inputs, outputs]` (GPT-OSS, Llama 4)."""
+    outputs_in_turns: bool = False
+    """In which the outputs of gate and up take turns (GPT-OSS)."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +234,10 @@ class DecoderConfig:
     """Of what a sublayer adds to the residual stream (Granite)."""
     attention_soft_cap: float | None = None
     """scores = cap * tanh(scores / cap) (Gemma 2)."""
+    chunked: bool = False
+    """Windows are chunks: a position sees those of its own chunk only (Llama 4)."""
+    temperature: AttentionTemperature | None = None
+    """Of layers that don't rotate."""
     attention_sinks: bool = False
     """A logit per head takes its share of the softmax and has no value (GPT-OSS)."""
     logit_divisor: float = 1.0

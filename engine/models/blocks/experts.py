@@ -17,7 +17,7 @@ _MOST_ROWS = 2048
 """Rows that are sorted by expert at a time; more make the copies of them large and the products no faster."""
 _NOT_ZERO = 1e-20
 """As DeepSeek's reference has it: a sum of sigmoids may be 0."""
-_PREFIXES = ("mlp", "block_sparse_moe", "mixer")
+_PREFIXES = ("mlp", "block_sparse_moe", "mixer", "feed_forward")
 _ROUTERS = ("router",)
 """As transformers 5 holds it, whatever its published name is."""
 _EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -141,6 +141,9 @@ class SparseMLP:
         experts = torch.arange(self.router.config.num_experts, device=normed.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         states = rows.index_select(0, order // chosen.shape[1])  # [rows * k, width]
+        if self.router.config.weighs_inputs:
+            states = states * weights.flatten()[order][:, None]
+            weights = torch.ones_like(weights)
         states = self.down(self._gate(ops, self.gate_up(states, ends)), ends)
         of_rows = torch.empty_like(states).index_copy_(0, order, states).view(*chosen.shape, -1)
         mixed = torch.bmm(weights[:, None, :], of_rows).squeeze(1)
@@ -207,7 +210,7 @@ def _read_experts(reader: WeightReader, experts: ExpertsConfig, width: int, pref
         if f"{prefix}.{first}" in reader:
             gate_up.read_stacked(f"{prefix}.{first}", inputs_first=experts.inputs_first, bias=experts.bias)
             down.read_stacked(f"{prefix}.{second}", inputs_first=experts.inputs_first, bias=experts.bias)
-            if experts.inputs_first:
+            if experts.outputs_in_turns:
                 gate_up.part_outputs()
             return gate_up.product(), down.product()
     names = next((names for names in _EXPERT_NAMES if f"{prefix}.experts.0.{names[1]}.weight" in reader), _EXPERT_NAMES[0])

@@ -38,7 +38,7 @@ class LatentAttention:
     @property
     def cache(self) -> LayerKV:
         """What the layer keeps."""
-        return LayerKV(1, self.config.rank + self.config.rotary_dim, self.options.window, self.config.rank)
+        return LayerKV(1, self.config.rank + self.config.rotary_dim, self.options.window, value_dim=self.config.rank)
 
     def mix(self, layer: int, ops: Ops, normed: torch.Tensor, angles: RotaryAngles | None, batch: ForwardBatch) -> torch.Tensor:
         """What the heads give, `[rows, heads * value_dim]`, of normed rows `[rows, width]`, which aren't written."""

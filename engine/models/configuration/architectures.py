@@ -36,6 +36,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "NemotronHForCausalLM": "nemotron_h",
+    "Llama4ForCausalLM": "llama4",
     "GptOssForCausalLM": "gpt_oss",
     # Base models: the same decoder, saved without its head.
     "LlamaModel": "llama",
@@ -68,6 +69,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen3_5MoeTextModel": "qwen3_5_moe",
     "GraniteMoeHybridModel": "granitemoehybrid",
     "NemotronHModel": "nemotron_h",
+    "Llama4TextModel": "llama4",
     "GptOssModel": "gpt_oss",
     # The spelling of the first Llama conversions.
     "LLaMAForCausalLM": "llama",
@@ -78,6 +80,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Llama4ForConditionalGeneration": "llama4",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
 """Class in `architectures` to family."""
@@ -112,6 +115,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5_moe",
     "granitemoehybrid": "granitemoehybrid",
     "nemotron_h": "nemotron_h",
+    "llama4_text": "llama4",
+    "llama4": "llama4",
     "gpt_oss": "gpt_oss",
     "kimi_k2": "deepseek_v3",
     "gemma3_text": "gemma3",

@@ -105,6 +105,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": Family(hybrid.granite4, defaults.GRANITE4),
     "nemotron_h": Family(hybrid.nemotron_h, defaults.NEMOTRON_H),
     "lfm2": Family(hybrid.lfm2, defaults.LFM2),
+    "llama4": Family(sparse.llama4, defaults.LLAMA4),
     "gpt_oss": Family(sparse.gpt_oss, defaults.GPT_OSS),
     "minimax_m2": Family(sparse.minimax_m2, defaults.MINIMAX_M2, applies=_PARTIAL),
 }

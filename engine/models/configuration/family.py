@@ -19,7 +19,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Of settings that are absent, or null where null has no meaning of its own: those of transformers 5."""
     nullable: frozenset[str] = frozenset(
-        {"num_key_value_heads", "head_dim", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+        {"num_key_value_heads", "head_dim", "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping"}
     )
     applies: frozenset[str] = frozenset()
     """Of `REFUSED_SETTINGS`, those that this family reads."""

@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from engine.models.blocks.decoder_config import ClampedGate, DecoderConfig, ExpertsConfig, LatentConfig, QKNorm, Scoring, SharedExpert
+from engine.models.blocks.decoder_config import (
+    AttentionTemperature,
+    ClampedGate,
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    MLPNames,
+    QKNorm,
+    Scoring,
+    SharedExpert,
+)
 from engine.models.checkpoints.hf_config import JsonObject
 from engine.models.configuration.family import expect, no_windows, num_layers, read_decoder, read_windows, with_attention_bias
 from engine.models.configuration.rope_config import yarn_score_scale
@@ -68,8 +78,49 @@ def gpt_oss(config: JsonObject) -> DecoderConfig:
         bias=True,
         clamp=clamp,
         inputs_first=True,
+        outputs_in_turns=True,
     )
     return replace(decoder, attention_sinks=True, experts=experts)
+
+
+def llama4(config: JsonObject) -> DecoderConfig:
+    """Layers that rotate attend within chunks; those that don't have their queries' temperature tuned. Every so many layers are sparse."""
+    count, interval = num_layers(config), config.integer("no_rope_layer_interval")
+    rotates = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+    if not isinstance(rotates, list) or len(rotates) != count or not all(rotated in (0, 1) for rotated in rotates):
+        raise config.error("no_rope_layers must be 0 or 1 for every layer")
+    chunk, kinds = config.optional_integer("attention_chunk_size"), config.get("layer_types")
+    if kinds is None:
+        kinds = ["chunked_attention" if rotated and chunk is not None else "full_attention" for rotated in rotates]
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"chunked_attention", "full_attention"}:
+        raise config.error("layer_types must name chunked_attention or full_attention for every layer")
+    if chunk is None and "chunked_attention" in kinds:
+        raise config.error("some layers attend in chunks, but there is no attention_chunk_size")
+    step = config.integer("interleave_moe_layer_step")
+    sparse = config.get("moe_layers") if config.get("moe_layers") is not None else list(range(step - 1, count, step))
+    if not isinstance(sparse, list) or not all(layer in range(count) for layer in sparse):
+        raise config.error("moe_layers must be a list of layers")
+    size = config.integer("intermediate_size")
+    experts = replace(
+        read_experts(config, "intermediate_size", frozenset(sparse), normalise=False, scoring=Scoring.SIGMOID),
+        router="router",
+        shared=SharedExpert("shared_expert", size),
+        weighs_inputs=True,
+        inputs_first=True,
+    )
+    windows = tuple(chunk if kind == "chunked_attention" else None for kind in kinds)
+    decoder = with_attention_bias(read_decoder(config.with_values(layer_types=None), windows, interleaved=True), config)
+    tuned = config.get("attn_temperature_tuning") not in (False, 0)  # transformers 4 wrote 4
+    return replace(
+        decoder,
+        intermediate_size=config.integer("intermediate_size_mlp"),
+        rope_of_layer=tuple(0 if rotated else None for rotated in rotates),
+        qk_norm=QKNorm.AFTER_ROTATION if config.flag("use_qk_norm", True) else QKNorm.NONE,
+        chunked=True,
+        temperature=AttentionTemperature(config.number("attn_scale"), config.integer("floor_scale")) if tuned else None,
+        mlp=MLPNames(prefix="feed_forward"),
+        experts=experts,
+    )
 
 
 def deepseek_v2(config: JsonObject) -> DecoderConfig:
