@@ -314,9 +314,9 @@ def _log_start(services: Services) -> None:
     )
     for group in info.cache_groups:
         log.info(
-            "cache of %d layers, %s: %d blocks of %d tokens, %s each; padding wastes %d bytes",
-            group.num_layers,
+            "cache of %s (layers: %d): %d blocks of %d tokens, %s each; padding wastes %d bytes",
             group.kind,
+            group.num_layers,
             group.num_blocks,
             group.block_size,
             format_size(group.bytes_per_block),
