@@ -25,7 +25,8 @@ def plan_group(rows: StepRows, tables: Sequence[IntArray], block_size: int, chun
     """
     if chunk is not None:
         begins = rows.starts - rows.starts % chunk
-        assert (rows.ends - begins <= chunk).all(), "a step of a sequence goes beyond its chunk"
+        present = np.array([len(table) > 0 for table in tables], np.bool_)
+        assert (rows.ends - begins <= chunk)[present].all(), "a step of a sequence goes beyond its chunk"
         own = StepRows(rows.starts - begins, rows.counts)
         firsts = (begins // block_size).tolist()
         given = plan_group(own, [table[first:] for table, first in zip(tables, firsts, strict=True)], block_size)

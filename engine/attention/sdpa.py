@@ -25,6 +25,10 @@ from engine.native.kernels import MAX_HEAD_DIM, Kernels
 GATHER_BYTES = 4 << 20
 """Keys gathered at once for decoding on a CPU: more would fall out of its caches."""
 GPU_GATHER_BYTES = 256 << 20
+UNFUSED_BYTES = 256 << 20
+"""The most that the scores of a piece take where no fused kernel computes them."""
+_BYTES_PER_SCORE = 12
+"""In float32, together with two copies on the way."""
 PIECE_ROWS = 128
 GPU_PIECE_ROWS = 512
 
@@ -60,7 +64,8 @@ class SdpaBackend:
         windows = {spec.kind.window for spec in gathering}
         lengths = [max_len if window is None else min(max_len, window - 1 + self.piece_rows) for window in windows]
         dtype = gathering[0].dtype
-        return self.scratch.bytes_for(gathered, dtype) + sum(self.masks.bytes_for(length, dtype) for length in lengths)
+        scores = 0 if self.device.type == "cpu" else UNFUSED_BYTES
+        return scores + self.scratch.bytes_for(gathered, dtype) + sum(self.masks.bytes_for(length, dtype) for length in lengths)
 
     def _reads_pages(self, spec: KVSpec) -> bool:
         if self.kernels is None or not self.kernels.attends_chunks:
@@ -177,7 +182,7 @@ class _Group:
         """Piece by piece, each over the keys from the first one in its window to its own end."""
         rows = slice(chunk.row, chunk.row + chunk.count)
         key, value = (own[0][rows], own[1][rows]) if chunk.index is None else self._backend.scratch.gather(*cache, chunk.index)
-        for low, high in self._pieces(chunk, options):
+        for low, high in self._pieces(chunk, options, query.shape[1]):
             end = chunk.start + high
             first = 0 if options.window is None else max(0, chunk.start + low + 1 - options.window)
             seen = slice(first - chunk.first_key, end - chunk.first_key)
@@ -185,9 +190,11 @@ class _Group:
             mask = self._mask(high - low, end - first, options)
             out[piece] = attend_chunk(query[piece], key[seen], value[seen], mask, options)
 
-    def _pieces(self, chunk: Chunk, options: AttentionOptions) -> list[tuple[int, int]]:
+    def _pieces(self, chunk: Chunk, options: AttentionOptions, heads: int) -> list[tuple[int, int]]:
         whole = self.cache.keys.device.type != "cpu" and chunk.start == 0 and self._plainly_causal(chunk.count, chunk.count, options)
         step = chunk.count if whole else self._backend.piece_rows  # fused GPU kernels skip what a causal mask hides
+        if is_unfused(options) or self.cache.values_in_keys:
+            step = min(step, max(1, UNFUSED_BYTES // (_BYTES_PER_SCORE * heads * (chunk.start + chunk.count - chunk.first_key))))
         return [(low, min(low + step, chunk.count)) for low in range(0, chunk.count, step)]
 
     def _mask(self, rows: int, length: int, options: AttentionOptions) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from engine.cache.block_table import BlockTable
 from engine.cache.chain import HashChain
 from engine.cache.groups import CacheGroup
 from engine.cache.pool import NULL_BLOCK, BoolArray, IntArray, PoolStats
-from engine.cache.spec import NUM_SPARES, LayerKV
+from engine.cache.spec import NUM_SPARES
 
 
 @dataclass
@@ -273,8 +273,8 @@ def _steady_end(group: CacheGroup, table: BlockTable) -> int:
     end, first = len(table) * size, table.num_dropped * size
     if kind.window is None:
         return end
-    if isinstance(kind, LayerKV) and kind.chunked:
-        return min(end, (first // kind.window + 1) * kind.window)
+    if group.spec.border is not None:  # `extend` cuts there, so it must be asked
+        return min(end, (first // group.spec.border + 1) * group.spec.border)
     return min(end, first + size + kind.window - 1)
 
 

@@ -1,7 +1,7 @@
 """How much memory the caches get where the operator doesn't say, and how the groups of the KV cache share it."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,8 +65,10 @@ def kv_blocks(
     request of `max_model_len` tokens fits beside one step's chunk.
     """
     memory = config.kv_cache_memory or _free_for_kv(device, workspace_bytes)
-    load = _Load(specs, max_model_len, max_batch_tokens, _num_slots(specs, config, max_model_len, memory))
     tokens = config.kv_cache_tokens
+    without_slots = _Load(specs, max_model_len, max_batch_tokens)
+    others = without_slots.num_bytes(tokens or max_model_len)
+    load = replace(without_slots, num_slots=_num_slots(specs, config, max_model_len, memory, others))
     if tokens is None:
         _check_memory(load, memory, asked=bool(config.kv_cache_memory))
         tokens = _tokens_in(load, memory, config)
@@ -75,9 +77,10 @@ def kv_blocks(
     return load.blocks(tokens)
 
 
-def _num_slots(specs: tuple[KVSpec, ...], config: EngineConfig, max_model_len: int, memory: int) -> int:
+def _num_slots(specs: tuple[KVSpec, ...], config: EngineConfig, max_model_len: int, memory: int, others: int) -> int:
     """Slots per group of recurrent layers: what the requests use that run at once, and snapshots for later ones. Not more than
-    `--max-running` requests could fill, with as many prefixes again kept for others. Raises `ConfigError` where one request lacks some.
+    `--max-running` requests could fill, with as many prefixes again kept for others, nor than the memory has beside the `others` that must
+    be there. Raises `ConfigError` where one request lacks some.
     """
     recurrent = [spec for spec in specs if spec.is_recurrent]
     if not recurrent:
@@ -85,7 +88,7 @@ def _num_slots(specs: tuple[KVSpec, ...], config: EngineConfig, max_model_len: i
     per_slot, least = sum(spec.bytes_per_block for spec in recurrent), max(spec.blocks_for(max_model_len) for spec in recurrent)
     most = 2 * config.max_running * least
     if config.recurrent_state_memory is None:
-        return max(least, min(most, int(memory * _RECURRENT_SHARE) // per_slot))
+        return max(least, min(most, int(memory * _RECURRENT_SHARE) // per_slot, (memory - others) // per_slot - 1))
     if config.recurrent_state_memory < least * per_slot:
         needs = f"one request needs {least} recurrent states, {_mib(least * per_slot)}"
         raise ConfigError(f"--recurrent-state-memory is {_mib(config.recurrent_state_memory)}, but {needs}")
@@ -108,7 +111,8 @@ def _tokens_in(load: _Load, memory: int, config: EngineConfig) -> int:
     """The most that the memory holds; by itself not above `_AUTO_BLOCKS` in any group, except where one request needs more."""
 
     def too_many(tokens: int) -> bool:
-        many_blocks = not config.kv_cache_memory and max(load.blocks(tokens)) > _AUTO_BLOCKS + 1
+        counts = [count for count, spec in zip(load.blocks(tokens), load.specs, strict=True) if not spec.is_recurrent]
+        many_blocks = not config.kv_cache_memory and max(counts, default=0) > _AUTO_BLOCKS + 1
         return many_blocks or load.num_bytes(tokens) > memory
 
     per_token = sum(spec.bytes_per_block / spec.block_size for spec in load.specs if spec.kind.window is None)

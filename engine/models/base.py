@@ -30,6 +30,8 @@ class ModelConfig:
     """Some layer's attention has a soft cap."""
     attention_sinks: bool = False
     """Some layer's attention has sinks."""
+    has_experts: bool = False
+    """Some layer routes its rows to experts."""
     recordable: bool = True
     """Whether CUDA graphs can hold its steps. What waits for the device within a layer can't be recorded."""
 

@@ -27,6 +27,7 @@ class Decoder:
             config.model,
             has_head=weights.head is not None,
             soft_caps=any(option.soft_cap is not None for option in options),
+            has_experts=config.experts is not None,
             attention_sinks=any(option.sinks is not None for option in options),
             recordable=recordable,
         )

@@ -140,3 +140,15 @@ def test_a_request_without_its_spare_slots_does_not_start() -> None:
     tables = kv.new_tables(2)
     assert kv.extend(tables, 0, 4) == 0
     assert kv.stats(recurrent=True).referenced == kv.stats().referenced == 0
+
+
+def test_a_chunk_ends_at_a_snapshot_also_where_blocks_behind_it_are_held_already() -> None:
+    """A chunk behind the snapshot was planned and withdrawn, and the one before it was shortened after it had run out of memory."""
+    kv = KVCache([make_group((0,), None, BLOCK, 20), recurrent_group(8)])
+    tables = kv.new_tables(2)
+    assert kv.extend(tables, 0, DISTANCE) == DISTANCE
+    first = kv.begin_chunk(tables, 0)
+    assert kv.extend(tables, DISTANCE, DISTANCE + 3, 0) == DISTANCE + 3
+    kv.withdraw_chunk(tables, kv.begin_chunk(tables, DISTANCE), DISTANCE)
+    kv.commit_chunk(tables, first, 0)  # of half of its positions
+    assert kv.extend(tables, DISTANCE // 2, DISTANCE + 1, DISTANCE // 2) == DISTANCE

@@ -212,6 +212,8 @@ class DecoderConfig:
     """LayerNorm instead of RMSNorm."""
     norm_bias: bool = False
     """Of a LayerNorm."""
+    norm_in_float32: bool = False
+    """RMSNorm weights are applied before the result is rounded to the model's dtype (OLMo, GPT-OSS)."""
     norm_adds_one: bool = False
     """Stored norm weights are w - 1, applied in float32 (Gemma)."""
     embedding_scale: float = 1.0

@@ -86,7 +86,9 @@ class Router:
         config = self.config
         logits = linear(normed.to(self.weight.dtype), self.weight, self.bias).float()
         scores = logits.sigmoid() if config.scoring is Scoring.SIGMOID else softmax(logits, dim=-1)
-        ranked = scores if self.correction is None else scores + self.correction
+        # Logits rank as their scores do, but for sigmoids that are all 1.
+        ranked = logits if self.correction is None and config.num_groups == 1 else scores
+        ranked = ranked if self.correction is None else ranked + self.correction
         if config.num_groups > 1:
             ranked = self._within_best_groups(ranked)
         # Ascending, so that what a row adds up doesn't hang on the order in which topk names equals.

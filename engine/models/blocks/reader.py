@@ -87,6 +87,8 @@ def read_norm(reader: WeightReader, config: DecoderConfig, module: str) -> Norm:
 
 
 def read_norm_weight(reader: WeightReader, config: DecoderConfig, module: str, width: int) -> torch.Tensor:
-    """`[width]`; in float32 where one is added, since 1 + w would lose its last bits in a shorter dtype."""
+    """`[width]`; in float32 where it is applied in float32, and where one is added: 1 + w would lose its last bits otherwise."""
     weight = reader.tensor((width,), [f"{module}.weight"])
-    return weight.float().add_(1.0) if config.norm_adds_one else weight
+    if config.norm_adds_one:
+        return weight.float().add_(1.0)
+    return weight.float() if config.norm_in_float32 else weight

@@ -111,9 +111,10 @@ def _recur_run(run: RecurrentRun, state: torch.Tensor, chunks: Callable[..., tor
 def _decays(decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of log decays `[heads, chunks, CHUNK]`: summed up from the chunk's beginning on; and exp of the sums from each position to each
     later one, `[heads, chunks, CHUNK (later), CHUNK]`, 0 from later ones."""
-    summed = decay.cumsum(-1)
+    # In float64: a weak decay behind strong ones is the small difference of two large sums.
+    summed = decay.double().cumsum(-1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).triu(1)
-    return summed, (summed[..., None] - summed[..., None, :]).masked_fill(later, float("-inf")).exp()
+    return summed, (summed[..., None] - summed[..., None, :]).masked_fill(later, float("-inf")).exp().to(decay.dtype)
 
 
 def _delta_chunks(
@@ -122,14 +123,14 @@ def _delta_chunks(
     """The rule in its chunk-parallel form (arXiv 2412.06464, section 3.3): within a chunk the changes solve a triangular system, and
     chunks follow each other through their states."""
     summed, between = _decays(decay)
-    grown = summed.exp()[..., None]
+    grown = summed.exp()[..., None].to(decay.dtype)
     weighted = key * rate[..., None]
     system = (weighted @ key.transpose(-1, -2)) * between
     right = torch.cat([value * rate[..., None], weighted * grown], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, keys = solved.split_with_sizes([value.shape[-1], key.shape[-1]], dim=-1)
     within, from_state = (query @ key.transpose(-1, -2)) * between, query * grown
-    to_state, kept = key * (summed[..., -1:] - summed).exp()[..., None], grown[..., -1:, :]
+    to_state, kept = key * (summed[..., -1:] - summed).exp()[..., None].to(decay.dtype), grown[..., -1:, :]
     out = torch.empty_like(value)
     for number in range(value.shape[1]):
         changes = values[:, number] - keys[:, number] @ state
@@ -141,10 +142,10 @@ def _delta_chunks(
 def _space_chunks(state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, inputs: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
     """The recurrence in its chunk-parallel form (arXiv 2405.21060, section 6)."""
     summed, between = _decays(decay)
-    grown = summed.exp()[..., None]
+    grown = summed.exp()[..., None].to(decay.dtype)
     within = ((read @ write.transpose(-1, -2)) * between) @ inputs
     from_state, kept = read * grown, grown[..., -1:, :]
-    changes = (write * (summed[..., -1:] - summed).exp()[..., None]).transpose(-1, -2) @ inputs
+    changes = (write * (summed[..., -1:] - summed).exp()[..., None].to(decay.dtype)).transpose(-1, -2) @ inputs
     for number in range(inputs.shape[1]):
         within[:, number] += from_state[:, number] @ state
         state.mul_(kept[:, number]).add_(changes[:, number])

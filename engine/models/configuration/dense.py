@@ -75,13 +75,13 @@ _AROUND = NormNames("input_layernorm", "post_attention_layernorm", "pre_feedforw
 
 def olmo2(config: JsonObject) -> DecoderConfig:
     decoder = with_attention_bias(read_decoder(config, no_windows(config)), config)
-    return replace(decoder, qk_norm=QKNorm.ALL_HEADS, norms=_AFTER_ONLY)
+    return replace(decoder, qk_norm=QKNorm.ALL_HEADS, norms=_AFTER_ONLY, norm_in_float32=True)
 
 
 def olmo3(config: JsonObject) -> DecoderConfig:
     windows = read_windows(config, [(layer + 1) % 4 != 0 for layer in range(num_layers(config))])
     decoder = with_attention_bias(read_decoder(config, windows, rope_reader=_olmo3_ropes), config)
-    return replace(decoder, qk_norm=QKNorm.ALL_HEADS, norms=_AFTER_ONLY)
+    return replace(decoder, qk_norm=QKNorm.ALL_HEADS, norms=_AFTER_ONLY, norm_in_float32=True)
 
 
 def _olmo3_ropes(config: JsonObject, rotary_dim: int, windows: Sequence[int | None]) -> Ropes:

@@ -141,6 +141,7 @@ def nemotron_h(config: JsonObject) -> DecoderConfig:
         attention=AttentionNames(prefix="mixer"),
         mlp=MLPNames(gate=None, prefix="mixer"),
         norms=NormNames("norm", None, "norm"),
+        norm_in_float32=True,
         experts=experts,
         mtp_prefixes=("mtp.",),
     )

@@ -80,7 +80,7 @@ def gpt_oss(config: JsonObject) -> DecoderConfig:
         inputs_first=True,
         outputs_in_turns=True,
     )
-    return replace(decoder, attention_sinks=True, experts=experts)
+    return replace(decoder, attention_sinks=True, norm_in_float32=True, experts=experts)
 
 
 def llama4(config: JsonObject) -> DecoderConfig:
