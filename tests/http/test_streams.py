@@ -54,7 +54,7 @@ def test_usage_comes_with_every_chunk_where_it_is_asked_for(service: Service) ->
     events = service.events(**BODY, n=2, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
-    assert counts[0] in (1, 2)
+    assert 0 < counts[0] < 40, "an event may have the tokens of several steps"
     assert counts[-1] == 40
     assert all(event["usage"]["prompt_tokens"] == 6 for event in events)
     assert all(event["usage"]["total_tokens"] == 6 + count for event, count in zip(events, counts, strict=True))
