@@ -11,7 +11,8 @@ class CacheGroup:
 
     def __init__(self, spec: KVSpec, num_blocks: int, tensors: list[torch.Tensor], *, poison: bool) -> None:
         self.spec = spec
-        self.pool = BlockPool(num_blocks, self._fill_with_nan if poison else None)
+        self._poisons = poison
+        self.pool = BlockPool(num_blocks, self.poison)
         self.tensors = tensors
         if poison:
             for tensor in tensors:
@@ -26,9 +27,11 @@ class CacheGroup:
         """The first block that a query at `position` can see."""
         return self.spec.kind.first_seen(position) // self.spec.block_size
 
-    def _fill_with_nan(self, blocks: IntArray) -> None:
-        for tensor in self.tensors:
-            tensor[:, torch.from_numpy(blocks)] = torch.nan
+    def poison(self, blocks: IntArray) -> None:
+        """What the blocks hold is dead: NaN from now on, in tests, so that a read of it can't go unnoticed."""
+        if self._poisons:
+            for tensor in self.tensors:
+                tensor[:, torch.from_numpy(blocks)] = torch.nan
 
 
 class KVGroup(CacheGroup):

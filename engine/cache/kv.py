@@ -132,15 +132,19 @@ class KVCache:
             if start % size:
                 replaced = tables.blocks[pair.group].replace(start // size, pair.write)
                 assert replaced == pair.read, "a chunk was committed that isn't the next one"
-                tables.slots[pair.group].spares.append(replaced)
+                self._spare(tables, pair.group, replaced)
 
     def withdraw_chunk(self, tables: BlockTables, pairs: Sequence[SlotPair], start: int) -> None:
         """The latest chunk won't be computed."""
         for pair in pairs:
-            slots = tables.slots[pair.group]
-            slots.latest = pair.read
+            tables.slots[pair.group].latest = pair.read
             if start % self.groups[pair.group].spec.block_size:
-                slots.spares.append(pair.write)
+                self._spare(tables, pair.group, pair.write)
+
+    def _spare(self, tables: BlockTables, group: int, slot: int) -> None:
+        """The slot's state is of no use any more."""
+        tables.slots[group].spares.append(slot)
+        self.groups[group].poison(np.array([slot]))
 
     def extend(self, tables: BlockTables, start: int, end: int, computed: int | None = None) -> int:
         """Gives the request blocks for positions `start … end - 1`, as far as every group has them; returns how far (`start`: none).
@@ -262,7 +266,7 @@ def _window_is_cached(group: CacheGroup, chain: HashChain, depth: int, lengths: 
     cached = group.pool.find(chain.links(0, int(lengths[0]) // size), depth=depth)[:, 0] != NULL_BLOCK
     num_cached = np.concatenate([[0], cached.cumsum()])  # [blocks + 1]: of the blocks before this one
     ends = lengths // size
-    firsts = np.array([group.first_needed_block(length) for length in lengths.tolist()], np.int64)
+    firsts = group.spec.kind.first_seen(lengths) // size
     complete: BoolArray = num_cached[ends] - num_cached[firsts] == ends - firsts
     return complete
 

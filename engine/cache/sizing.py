@@ -64,11 +64,12 @@ def kv_blocks(
     Of free memory `workspace_bytes` are left to the attention backend and to recorded graphs. Raises `ConfigError` where not even one
     request of `max_model_len` tokens fits beside one step's chunk.
     """
-    memory = config.kv_cache_memory or _free_for_kv(device, workspace_bytes)
     tokens = config.kv_cache_tokens
-    without_slots = _Load(specs, max_model_len, max_batch_tokens)
-    others = without_slots.num_bytes(tokens or max_model_len)
-    load = replace(without_slots, num_slots=_num_slots(specs, config, max_model_len, memory, others))
+    load, memory = _Load(specs, max_model_len, max_batch_tokens), 0
+    if tokens is None or any(spec.is_recurrent for spec in specs):
+        memory = config.kv_cache_memory or _free_for_kv(device, workspace_bytes)
+        others = load.num_bytes(tokens or max_model_len)
+        load = replace(load, num_slots=_num_slots(specs, config, max_model_len, memory, others))
     if tokens is None:
         _check_memory(load, memory, asked=bool(config.kv_cache_memory))
         tokens = _tokens_in(load, memory, config)

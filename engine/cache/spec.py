@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Positions = TypeVar("Positions", int, npt.NDArray[np.int64])
 
 NUM_SPARES = 2
 """Slots of recurrent layers that a sequence has beside those in its table: a step reads one and writes another, so that it can be
@@ -24,11 +28,12 @@ class LayerKV:
     value_dim: int | None = None
     """The values are the first so many numbers of the keys (latent attention). None: values of their own, as wide as keys."""
 
-    def first_seen(self, position: int) -> int:
-        """The earliest position that a query at `position` sees."""
+    def first_seen(self, position: Positions) -> Positions:
+        """The earliest position that a query at `position` sees; of an array, those of all."""
         if self.window is None:
-            return 0
-        return position - position % self.window if self.chunked else max(0, position - self.window + 1)
+            return position * 0
+        first = position - position % self.window if self.chunked else position - self.window + 1
+        return first * (first > 0)
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,10 @@ class LayerRecurrent:
     window: ClassVar[int] = 2
     """As if it were attention to two positions: the next one starts from the state behind the one before."""
 
-    def first_seen(self, position: int) -> int:
+    def first_seen(self, position: Positions) -> Positions:
         """See `LayerKV.first_seen`."""
-        return max(0, position - 1)
+        first = position - self.window + 1
+        return first * (first > 0)
 
 
 LayerCache = LayerKV | LayerRecurrent

@@ -54,7 +54,7 @@ class GraphRecording:
         elif not model.config.has_head:
             self._disable("the model has no LM head, so no text is generated")
         elif not model.config.recordable:
-            self._disable(f"the products of the model's experts wait for the device in {str(model.dtype).removeprefix('torch.')}")
+            self._disable("some layers of the model wait for the device, as recurrent ones do, and experts in other dtypes than bfloat16")
 
     def bytes_needed(self, specs: Sequence[KVSpec]) -> int:
         """What the graphs will take of the device's memory: they are recorded over a cache that holds nothing, and dropped again.

@@ -438,7 +438,7 @@ def test_captured_states_are_not_written_again(tiny_model: MakeModel, ops: Ops) 
     assert all(torch.equal(now, then) for now, then in held)
 
 
-def test_kv_layers_say_which_layers_slide(tiny_model: MakeModel) -> None:
+def test_cache_layers_say_which_layers_slide(tiny_model: MakeModel) -> None:
     sliding, full = LayerKV(2, 24, 7), LayerKV(2, 24)
     assert load(tiny_model("gemma3").folder).cache_layers() == [sliding, sliding, full] * 2
 

@@ -27,9 +27,10 @@ def test_the_kernel_for_all_experts_computes_what_their_own_products_do(counts: 
     weight = torch.randn(len(counts), 24, 16, generator=generator)
     states = torch.randn(sum(counts), 16, generator=generator)
     ends = torch.tensor(counts).cumsum(0).int()
-    expected = torch.cat([rows @ own.T for rows, own in zip(states.split(counts), weight, strict=True)])
-    separate = SeparateProducts([DenseLinear(own) for own in weight], 24)
-    for product in (GroupedProduct(weight), separate):
+    bias = torch.randn(len(counts), 24, generator=generator)
+    expected = torch.cat([rows @ own.T + of for rows, own, of in zip(states.split(counts), weight, bias, strict=True)])
+    separate = SeparateProducts([DenseLinear(*own) for own in zip(weight, bias, strict=True)], 24)
+    for product in (GroupedProduct(weight, bias), separate):
         torch.testing.assert_close(product(states, ends), expected)
         assert not product.recordable, "on a CPU there are no graphs"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from engine.saves.spec import SaveSpec
 from engine.scheduling.limits import RequestLimits
 from engine.scheduling.prefix import PrefixFinder
 from engine.scheduling.scheduler import Scheduler
+from tests.parity.conftest import TinyModel
 from tests.parity.exact import Errors, in_float64
 from tests.parity.ways import Known, compute_known
 from tests.unit.core_fakes import FakeJob, Listener, Target
@@ -105,7 +105,7 @@ class SmallCore:
         errors.check(recurrent=recurrent)
 
 
-def compute_prompts(tiny: Any, lengths: Sequence[int]) -> tuple[Model, list[Known]]:  # noqa: ANN401 - a TinyModel
+def compute_prompts(tiny: TinyModel, lengths: Sequence[int]) -> tuple[Model, list[Known]]:
     """Three prompts, two with a common beginning."""
     generator = torch.Generator().manual_seed(3)
     first, second, third = (torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths)
@@ -116,7 +116,7 @@ def compute_prompts(tiny: Any, lengths: Sequence[int]) -> tuple[Model, list[Know
 
 
 @pytest.fixture(scope="module")
-def hybrid(tiny_model: Callable[..., object]) -> tuple[Model, list[Known]]:
+def hybrid(tiny_model: Callable[..., TinyModel]) -> tuple[Model, list[Known]]:
     """Three layers with delta nets and one with attention."""
     return compute_prompts(tiny_model("qwen3_5", max_position_embeddings=1024), (570, 30, 61))
 
@@ -154,7 +154,7 @@ def test_rows_and_text_are_right_wherever_recurrent_layers_have_their_snapshots(
 
 
 @pytest.fixture(scope="module")
-def gemma(tiny_model: Callable[..., object]) -> tuple[Model, list[Known]]:
+def gemma(tiny_model: Callable[..., TinyModel]) -> tuple[Model, list[Known]]:
     """Six layers, every third with full attention, the others with a window of 30; three prompts, two with a common beginning."""
     return compute_prompts(tiny_model("gemma3", max_position_embeddings=1024, sliding_window=30), (570, 30, 61))
 
@@ -205,7 +205,7 @@ def test_rows_and_text_are_right_where_windows_have_room_for_one_request_and_its
         core.check(name, one)
 
 
-def test_a_page_of_states_may_be_larger_than_a_block_of_kv(tiny_model: Callable[..., object]) -> None:
+def test_a_page_of_states_may_be_larger_than_a_block_of_kv(tiny_model: Callable[..., TinyModel]) -> None:
     tiny = tiny_model("llama", num_attention_heads=8, num_key_value_heads=1, head_dim=4, num_hidden_layers=2)
     known = compute_known(tiny.reference, list(range(3, 53)))
     core = SmallCore(load_model(tiny.folder, device=CPU, dtype=torch.float32), Sizes(2, 2, 4), staged=False)

@@ -72,7 +72,9 @@ def read_attention(reader: WeightReader, config: DecoderConfig, index: int, pref
     window = config.windows[index]
     chunk, window = (window, None) if config.chunked else (None, window)
     options = AttentionOptions(config.attention_scale, window, config.attention_soft_cap, chunk, sinks)
-    ones = torch.ones(size, dtype=reader.dtype, device=reader.device)
+    normed_after = None
+    if config.qk_norm is QKNorm.AFTER_ROTATION:
+        normed_after = RMSNorm(torch.ones(size, dtype=reader.dtype, device=reader.device), config.norm_eps)
     order = _gated_order(config) if config.attention_gate else _order(config, heads + kv_heads)
     return Attention(
         heads,
@@ -84,7 +86,7 @@ def read_attention(reader: WeightReader, config: DecoderConfig, index: int, pref
         all_heads_norms=_all_heads_norms(reader, config, prefix) if config.qk_norm is QKNorm.ALL_HEADS else None,
         output=reader.linear([f"{prefix}.{names.output}"], [width], heads * size, bias=config.output_bias),
         gated=config.attention_gate,
-        normed_after=RMSNorm(ones, config.norm_eps) if config.qk_norm is QKNorm.AFTER_ROTATION else None,
+        normed_after=normed_after,
         temperature=config.temperature,
     )
 

@@ -30,7 +30,7 @@ class MLPNames:
 
 
 class QKNorm(Enum):
-    """What queries and keys are normed over before they are rotated."""
+    """What queries and keys are normed over, and when."""
 
     NONE = auto()
     HEAD = auto()

@@ -18,11 +18,14 @@ _MOST_ROWS = 2048
 _NOT_ZERO = 1e-20
 """As DeepSeek's reference has it: a sum of sigmoids may be 0."""
 _PREFIXES = ("mlp", "block_sparse_moe", "mixer", "feed_forward")
-_ROUTERS = ("router",)
-"""As transformers 5 holds it, whatever its published name is."""
 _EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_STACKED_NAMES = (("experts.gate_up_proj", "experts.down_proj"), ("experts.up_proj", "experts.down_proj"))
-_GRANITE_NAMES = "input_linear.weight", "output_linear.weight"
+_STACKED_NAMES = (
+    ("experts.gate_up_proj", "experts.down_proj"),
+    ("experts.up_proj", "experts.down_proj"),
+    ("input_linear.weight", "output_linear.weight"),
+)
+_HELD_ROUTER = "router"
+"""As transformers 5 holds it, whatever its published name is."""
 
 
 class GroupedLinear(Protocol):
@@ -166,13 +169,11 @@ class SparseMLP:
 
 def read_sparse_mlp(reader: WeightReader, config: DecoderConfig, experts: ExpertsConfig, layer: str) -> SparseMLP:
     """Of the decoder layer whose modules begin with `layer`, by any of the names that its experts are stored with."""
-    candidates = [(f"{layer}.{name}", router) for name in _PREFIXES for router in (experts.router, *_ROUTERS)]
+    candidates = [(f"{layer}.{name}", router) for name in _PREFIXES for router in (experts.router, _HELD_ROUTER)]
     prefix, router_name = next((pair for pair in candidates if f"{'.'.join(pair)}.weight" in reader), (f"{layer}.mlp", experts.router))
     gate_up, down = _read_experts(reader, experts, experts.latent_size or config.model.hidden_size, prefix)
-    router, shared = (
-        _read_router(reader, config, experts, f"{prefix}.{router_name}", prefix),
-        _read_shared(reader, config, experts, prefix, layer),
-    )
+    router = _read_router(reader, config, experts, f"{prefix}.{router_name}", prefix)
+    shared = _read_shared(reader, config, experts, prefix, layer)
     return SparseMLP(config.activation, router, gate_up, down, shared, _read_latent(reader, config, experts, prefix))
 
 
@@ -208,7 +209,7 @@ def _read_experts(reader: WeightReader, experts: ExpertsConfig, width: int, pref
     count, inner = experts.num_experts, experts.intermediate_size
     heights = [inner, inner] if experts.gated else [inner]
     gate_up, down = _Group(reader, count, sum(heights), width), _Group(reader, count, width, inner)
-    for first, second in (*_STACKED_NAMES, _GRANITE_NAMES):
+    for first, second in _STACKED_NAMES:
         if f"{prefix}.{first}" in reader:
             gate_up.read_stacked(f"{prefix}.{first}", inputs_first=experts.inputs_first, bias=experts.bias)
             down.read_stacked(f"{prefix}.{second}", inputs_first=experts.inputs_first, bias=experts.bias)
