@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.attention.sdpa import SdpaBackend
+from engine.build import assemble
 from engine.cache.groups import make_group
 from engine.cache.kv import KVCache
 from engine.cache.pool import IntArray
@@ -18,6 +19,7 @@ from engine.cache.states import StateStore
 from engine.capture.sink import DirectSink, RowSink, StagedSink
 from engine.config import EngineConfig
 from engine.core import CoreParts, EngineCore
+from engine.errors import ConfigError
 from engine.execution.runner import ModelRunner, caches_of
 from engine.models.base import Model
 from engine.models.loader import load_model
@@ -215,3 +217,19 @@ def test_a_page_of_states_may_be_larger_than_a_block_of_kv(tiny_model: Callable[
         core.run()
         core.check(name, known)
     assert core.num_cached("hit") == 48
+
+
+@pytest.mark.parametrize(("size", "starts"), [(8, True), (12, False), (32, False)])
+def test_blocks_divide_the_chunks_that_a_model_attends_in(tiny_model: Callable[..., TinyModel], size: int, starts: bool) -> None:
+    tiny = tiny_model("llama4")
+    model = load_model(tiny.folder, device=CPU, dtype=torch.float32, max_model_len=100)
+    config = EngineConfig("", kv_cache_tokens=512, block_size=size, state_cache_memory=1 << 17, durability="none")
+
+    def start() -> None:
+        assemble(model, config, lambda event: None, max_model_len=100, threads=1).writer.close()
+
+    if starts:
+        start()
+        return
+    with pytest.raises(ConfigError, match=f"attends in chunks of 16 tokens, of which --block-size {size} must be a divisor"):
+        start()

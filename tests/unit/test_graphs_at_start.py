@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from engine.build import EngineParts, assemble
 from engine.cache import sizing
 from engine.cache.groups import KVGroup
 from engine.cache.spec import group_layers
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Switch
 from engine.errors import ConfigError
 from engine.execution.graphs import DecodeGraphs, Replay
 from engine.execution.recording import GraphRecording
@@ -159,3 +160,23 @@ def test_a_trial_that_failed_is_not_repeated() -> None:
     assert recording.bytes_needed(group_layers(model.cache_layers(), 256, TINY.dtype)) == 0
     assert recording.record([]) is None
     assert recorder.recorded == 2
+
+
+@pytest.mark.parametrize("switch", ["auto", "on"])
+def test_models_whose_layers_wait_for_the_device_have_no_graphs(switch: Switch) -> None:
+    recorder, model = FakeRecorder(), random_model(TINY, CPU)
+    model.config = replace(model.config, recordable=False)
+
+    def recording() -> GraphRecording:
+        backend = make_backend("varlen")
+        return GraphRecording(switch, model, backend, max_len=MAX_LEN, max_batch=16, make_recorder=lambda device: recorder)
+
+    if switch == "on":
+        with pytest.raises(ConfigError, match="some layers of the model wait for the device"):
+            recording()
+        return
+    tried = recording()
+    assert tried.bytes_needed([]) == 0
+    assert tried.record([]) is None
+    assert tried.status.startswith("some layers of the model wait for the device")
+    assert recorder.recorded == 0

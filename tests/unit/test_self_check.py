@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine import build
 from engine.attention.sdpa import SdpaContext
 from engine.build import build_engine
+from engine.cache.kv import KVCache
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.execution.runner import ModelRunner
+from engine.execution.self_check import States, check_model
+from engine.execution.step_input import StepInput
 from engine.models.base import AttentionOptions
 from tests.unit.small_engine import save_tiny_llama, small_config
 
@@ -83,3 +89,32 @@ def test_damaged_weights_are_found(folder: Path, tmp_path: Path, name: str, valu
     save_file({**weights, name: torch.full_like(weights[name], value)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         outcome(small_config(tmp_path))
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_step_that_fails_leaves_no_block_behind(folder: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    held: list[int] = []
+    steps, states = iter(range(1, 9)), ModelRunner.states
+
+    def fail(self: ModelRunner, step: StepInput) -> States:
+        if next(steps) == failing:
+            raise RuntimeError("no kernel image is available")
+        return states(self, step)
+
+    def check(runner: ModelRunner, kv: KVCache, **settings: Any) -> float:  # noqa: ANN401 - as they are given
+        try:
+            return check_model(runner, kv, **settings)
+        finally:
+            held.append(kv.stats().referenced)
+
+    monkeypatch.setattr(ModelRunner, "states", fail)
+    monkeypatch.setattr(build, "check_model", check)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        outcome(small_config(folder))
+    assert held == [0]
+
+
+def test_caches_without_room_for_its_prompt_are_told_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "extend", lambda self, tables, start, end: start)
+    with pytest.raises(ConfigError, match="the self-check failed: the caches have no room for a prompt of 24 tokens"):
+        outcome(small_config(folder))
